@@ -1,0 +1,1 @@
+"""What all three processes share. Files here that the spawner uses import the standard library alone."""

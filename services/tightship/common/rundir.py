@@ -1,0 +1,144 @@
+"""The run directory: names of its sockets and files, its locks, and how a socket appears in it.
+
+Standard library only: the spawner imports this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT = "/run/tightship"
+
+# sun_path is 108 bytes with its closing NUL: unix(7).
+SOCKET_PATH_MAX = 107
+
+# Room for the suffix of a socket that is not published yet.
+_UNPUBLISHED = ".new"
+
+
+class RunDirError(Exception):
+    """The run directory can't be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one pair. `path` must be absolute."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """The run directory at `path`, made with mode 0750 where absent.
+
+        Raises RunDirError when a socket in it would be over the kernel's limit, or it can't be made.
+        """
+        run = cls(Path(os.path.abspath(path)))
+        longest = max((run.containerizer_sock, run.switchboard_sock, run.fd_sock, run.spawner_sock), key=_size)
+        if _size(longest) + len(_UNPUBLISHED) > SOCKET_PATH_MAX:
+            raise RunDirError(
+                f"run directory {run.path} is too long: {longest} has {_size(longest)} bytes, and with"
+                f" {len(_UNPUBLISHED)} of ours a Unix socket's path may have {SOCKET_PATH_MAX}; use a shorter --run-dir"
+            )
+        try:
+            os.makedirs(run.path, mode=0o750, exist_ok=True)
+        except OSError as error:
+            raise RunDirError(f"can't make run directory {run.path}: {error.strerror}; use --run-dir") from error
+        return run
+
+    @property
+    def containerizer_sock(self) -> Path:
+        return self.path / "containerizer.sock"
+
+    @property
+    def switchboard_sock(self) -> Path:
+        return self.path / "switchboard.sock"
+
+    @property
+    def fd_sock(self) -> Path:
+        return self.path / "fd.sock"
+
+    @property
+    def spawner_sock(self) -> Path:
+        return self.path / "spawner.sock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def journal(self, boot_id: str) -> Path:
+        return self.path / f"journal-{boot_id}.db"
+
+    def instance(self) -> str:
+        """The instance id of this pair: 8 hex digits, made once."""
+        file = self.path / "instance"
+        with contextlib.suppress(FileNotFoundError):
+            text = file.read_text().strip()
+            if len(text) == 8 and all(c in "0123456789abcdef" for c in text):
+                return text
+            raise RunDirError(f"{file} does not hold an instance id of 8 hex digits; remove it if nothing runs")
+        new = self.path / f"instance.{os.getpid()}"
+        new.write_text(secrets.token_hex(4) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(new, file)  # the first one wins; rename would replace
+        new.unlink()
+        return file.read_text().strip()
+
+    def lock(self, service: str) -> int:
+        """Takes the lock of `service`; the descriptor holds it. Raises RunDirError when another has it."""
+        file = self.path / f"lock.{service}"
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise RunDirError(
+                f"another {service} (pid {holder}) serves {self.path}; stop it or use another --run-dir"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        return fd
+
+
+def _size(path: Path) -> int:
+    return len(os.fsencode(path))
+
+
+@contextlib.contextmanager
+def publishing(path: Path, mode: int, gid: int | None = None) -> Iterator[Path]:
+    """Gives a hidden path to bind and listen on; afterwards the socket appears at `path` by rename.
+
+    So a client never finds a socket that does not accept yet. Call it with the service's lock held.
+    """
+    hidden = path.with_name(path.name + _UNPUBLISHED)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(hidden)
+    old = os.umask(0o777 & ~mode)
+    try:
+        yield hidden
+    finally:
+        os.umask(old)
+    os.chmod(hidden, mode)
+    if gid is not None:
+        os.chown(hidden, -1, gid)
+    os.rename(hidden, path)
+
+
+def seqpacket_listener(path: Path, mode: int = 0o600, backlog: int = 64) -> socket.socket:
+    """A non-blocking, close-on-exec SOCK_SEQPACKET listener published at `path`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        with publishing(path, mode) as hidden:
+            listener.bind(os.fsencode(hidden))
+            listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
