@@ -101,7 +101,7 @@ class LaunchRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    PARENT_FIELD_NUMBER: _builtins.int
+    WITHIN_EXISTING_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     ENV_FIELD_NUMBER: _builtins.int
@@ -112,12 +112,16 @@ class LaunchRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     MAX_LIFETIME_FIELD_NUMBER: _builtins.int
     UMASK_FIELD_NUMBER: _builtins.int
+    LOG_CAP_FIELD_NUMBER: _builtins.int
+    REPORT_IN_FORCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique per launch it means; empty = not joinable."""
     name: _builtins.str
-    """Absolute name; empty = a generated one (below `parent`, if given)."""
-    parent: _builtins.str
-    """Only with an empty name: an existing container to run in."""
+    """Absolute name; empty = a generated one."""
+    within_existing: _builtins.bool
+    """Where a container of that name exists: run in it, as a generated child of
+    it, and leave it. Else as without.
+    """
     cwd: _builtins.str
     """Absolute; "/" when empty."""
     stdin: Global___StdinMode.ValueType
@@ -125,6 +129,10 @@ class LaunchRequest(_message.Message):
     """The stream ends after STARTED and the container stays."""
     umask: _builtins.int
     """File mode mask; 0022 when absent."""
+    log_cap: _builtins.int
+    """Bytes of output kept, both streams; the switchboard's default when absent."""
+    report_in_force: _builtins.bool
+    """Fill Started.in_force."""
     @_builtins.property
     def spec(self) -> Global___SpecInput: ...
     @_builtins.property
@@ -139,7 +147,9 @@ class LaunchRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """The run's limit; the record then says TIMEOUT. Counts from STARTED."""
+        """The run's limit, from STARTED; the record then says TIMEOUT, as it does
+        when the call's own deadline is over.
+        """
 
     @_builtins.property
     def max_lifetime(self) -> _duration_pb2.Duration:
@@ -150,7 +160,7 @@ class LaunchRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         name: _builtins.str = ...,
-        parent: _builtins.str = ...,
+        within_existing: _builtins.bool = ...,
         spec: Global___SpecInput | None = ...,
         command: _abc.Iterable[_builtins.str] | None = ...,
         env: _abc.Iterable[_builtins.str] | None = ...,
@@ -161,13 +171,20 @@ class LaunchRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         max_lifetime: _duration_pb2.Duration | None = ...,
         umask: _builtins.int | None = ...,
+        log_cap: _builtins.int | None = ...,
+        report_in_force: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_umask", b"_umask", "max_lifetime", b"max_lifetime", "spec", b"spec", "timeout", b"timeout", "umask", b"umask"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "_umask", b"_umask", "log_cap", b"log_cap", "max_lifetime", b"max_lifetime", "spec", b"spec", "timeout", b"timeout", "umask", b"umask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_umask", b"_umask", "command", b"command", "cwd", b"cwd", "detach", b"detach", "env", b"env", "labels", b"labels", "max_lifetime", b"max_lifetime", "name", b"name", "parent", b"parent", "request_id", b"request_id", "spec", b"spec", "stdin", b"stdin", "timeout", b"timeout", "umask", b"umask"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "_umask", b"_umask", "command", b"command", "cwd", b"cwd", "detach", b"detach", "env", b"env", "labels", b"labels", "log_cap", b"log_cap", "max_lifetime", b"max_lifetime", "name", b"name", "report_in_force", b"report_in_force", "request_id", b"request_id", "spec", b"spec", "stdin", b"stdin", "timeout", b"timeout", "umask", b"umask", "within_existing", b"within_existing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__log_cap: _TypeAlias = _typing.Literal["log_cap"]  # noqa: Y015
+    _WhichOneofArgType__log_cap: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap"]  # noqa: Y015
     _WhichOneofReturnType__umask: _TypeAlias = _typing.Literal["umask"]  # noqa: Y015
     _WhichOneofArgType__umask: _TypeAlias = _typing.Literal["_umask", b"_umask"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__log_cap) -> _WhichOneofReturnType__log_cap | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__umask) -> _WhichOneofReturnType__umask | None: ...
 
 Global___LaunchRequest: _TypeAlias = LaunchRequest  # noqa: Y015
@@ -186,6 +203,7 @@ class LaunchResponse(_message.Message):
         PID_FIELD_NUMBER: _builtins.int
         TIME_FIELD_NUMBER: _builtins.int
         JOINED_FIELD_NUMBER: _builtins.int
+        IN_FORCE_FIELD_NUMBER: _builtins.int
         id: _builtins.str
         name: _builtins.str
         lease_id: _builtins.str
@@ -196,6 +214,8 @@ class LaunchResponse(_message.Message):
         """True when this call joined a launch begun by another."""
         @_builtins.property
         def time(self) -> _timestamp_pb2.Timestamp: ...
+        @_builtins.property
+        def in_force(self) -> _containers.RepeatedCompositeFieldContainer[Global___InForce]: ...
         def __init__(
             self,
             *,
@@ -205,10 +225,11 @@ class LaunchResponse(_message.Message):
             pid: _builtins.int = ...,
             time: _timestamp_pb2.Timestamp | None = ...,
             joined: _builtins.bool = ...,
+            in_force: _abc.Iterable[Global___InForce] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "joined", b"joined", "lease_id", b"lease_id", "name", b"name", "pid", b"pid", "time", b"time"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "in_force", b"in_force", "joined", b"joined", "lease_id", b"lease_id", "name", b"name", "pid", b"pid", "time", b"time"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,6 +379,8 @@ class Record(_message.Message):
         TIMEOUT: Record._Reason.ValueType  # 4
         CANCELLED: Record._Reason.ValueType  # 5
         UNKNOWN: Record._Reason.ValueType  # 6
+        FAILED: Record._Reason.ValueType  # 7
+        """Never ran: its launch was undone."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Record.Reason.ValueType  # 0
@@ -367,6 +390,8 @@ class Record(_message.Message):
     TIMEOUT: Record.Reason.ValueType  # 4
     CANCELLED: Record.Reason.ValueType  # 5
     UNKNOWN: Record.Reason.ValueType  # 6
+    FAILED: Record.Reason.ValueType  # 7
+    """Never ran: its launch was undone."""
 
     @_typing.final
     class LabelsEntry(_message.Message):
@@ -404,6 +429,8 @@ class Record(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CANCEL_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_STAGE_FIELD_NUMBER: _builtins.int
+    ERROR_ERRNO_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     reason: Global___Record.Reason.ValueType
@@ -419,7 +446,9 @@ class Record(_message.Message):
     cancel_reason: _builtins.str
     """What cancelled it, where reason is CANCELLED."""
     error: _builtins.str
-    """The error that ended a launch which never ran."""
+    """The error of a launch which never ran (FAILED)."""
+    error_stage: _builtins.str
+    error_errno: _builtins.int
     @_builtins.property
     def started(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -449,10 +478,12 @@ class Record(_message.Message):
         request_id: _builtins.str = ...,
         cancel_reason: _builtins.str = ...,
         error: _builtins.str = ...,
+        error_stage: _builtins.str = ...,
+        error_errno: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_peak_memory", b"_peak_memory", "_signal", b"_signal", "cpu_time", b"cpu_time", "ended", b"ended", "exit_code", b"exit_code", "peak_memory", b"peak_memory", "signal", b"signal", "started", b"started", "wall_time", b"wall_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_peak_memory", b"_peak_memory", "_signal", b"_signal", "cancel_reason", b"cancel_reason", "cpu_time", b"cpu_time", "ended", b"ended", "error", b"error", "exit_code", b"exit_code", "id", b"id", "labels", b"labels", "lease_id", b"lease_id", "name", b"name", "oom_kills", b"oom_kills", "peak_memory", b"peak_memory", "reason", b"reason", "request_id", b"request_id", "signal", b"signal", "started", b"started", "wall_time", b"wall_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_peak_memory", b"_peak_memory", "_signal", b"_signal", "cancel_reason", b"cancel_reason", "cpu_time", b"cpu_time", "ended", b"ended", "error", b"error", "error_errno", b"error_errno", "error_stage", b"error_stage", "exit_code", b"exit_code", "id", b"id", "labels", b"labels", "lease_id", b"lease_id", "name", b"name", "oom_kills", b"oom_kills", "peak_memory", b"peak_memory", "reason", b"reason", "request_id", b"request_id", "signal", b"signal", "started", b"started", "wall_time", b"wall_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
@@ -557,6 +588,7 @@ class DestroyRequest(_message.Message):
     FORCE_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """Name or id."""
     force: _builtins.bool
     """Also when it has children or processes."""
     @_builtins.property
@@ -650,6 +682,7 @@ class KillRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SIGNAL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """Name or id."""
     signal: _builtins.str
     """Name or number; KILL when empty."""
     def __init__(
@@ -1084,6 +1117,7 @@ class Finding(_message.Message):
         DESCRIPTOR: Finding._Kind.ValueType  # 3
         SEGMENT: Finding._Kind.ValueType  # 4
         LEASE: Finding._Kind.ValueType  # 5
+        MOUNT: Finding._Kind.ValueType  # 6
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: Finding.Kind.ValueType  # 0
@@ -1092,6 +1126,7 @@ class Finding(_message.Message):
     DESCRIPTOR: Finding.Kind.ValueType  # 3
     SEGMENT: Finding.Kind.ValueType  # 4
     LEASE: Finding.Kind.ValueType  # 5
+    MOUNT: Finding.Kind.ValueType  # 6
 
     KIND_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int

@@ -115,7 +115,8 @@ class ContainerizerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cleanup(self, request, context):
-        """Removes every residue of a name (or of all) whatever state it is in.
+        """Removes everything of a name, in every hierarchy and every lease, whatever
+        state it is in; with `all`, the residue of all names, and nothing alive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

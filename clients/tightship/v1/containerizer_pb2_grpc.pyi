@@ -47,7 +47,9 @@ class ContainerizerServiceStub:
     with DEADLINE_EXCEEDED when the budget is spent (cleanup goes on).
     """
     Cleanup: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.CleanupRequest, _containerizer_pb2.CleanupResponse]
-    """Removes every residue of a name (or of all) whatever state it is in."""
+    """Removes everything of a name, in every hierarchy and every lease, whatever
+    state it is in; with `all`, the residue of all names, and nothing alive.
+    """
     Kill: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.KillRequest, _containerizer_pb2.KillResponse]
     """Sends a signal to the main process of a container."""
     Wait: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.WaitRequest, _containerizer_pb2.WaitResponse]
@@ -76,7 +78,9 @@ class ContainerizerServiceAsyncStub(ContainerizerServiceStub):
     with DEADLINE_EXCEEDED when the budget is spent (cleanup goes on).
     """
     Cleanup: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.CleanupRequest, _containerizer_pb2.CleanupResponse]  # type: ignore[assignment]
-    """Removes every residue of a name (or of all) whatever state it is in."""
+    """Removes everything of a name, in every hierarchy and every lease, whatever
+    state it is in; with `all`, the residue of all names, and nothing alive.
+    """
     Kill: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.KillRequest, _containerizer_pb2.KillResponse]  # type: ignore[assignment]
     """Sends a signal to the main process of a container."""
     Wait: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.WaitRequest, _containerizer_pb2.WaitResponse]  # type: ignore[assignment]
@@ -126,7 +130,9 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.CleanupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.CleanupResponse, _abc.Awaitable[_containerizer_pb2.CleanupResponse]]:
-        """Removes every residue of a name (or of all) whatever state it is in."""
+        """Removes everything of a name, in every hierarchy and every lease, whatever
+        state it is in; with `all`, the residue of all names, and nothing alive.
+        """
 
     @_abc_1.abstractmethod
     def Kill(

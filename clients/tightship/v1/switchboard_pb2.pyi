@@ -123,8 +123,11 @@ class AcquireResponse(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     token: _builtins.bytes
     """32 bytes, good for one CLAIM; given only to the owner, never logged."""
+    epoch: _builtins.str
+    """Of this start of the switchboard."""
     @_builtins.property
     def lease(self) -> Global___Lease: ...
     def __init__(
@@ -132,10 +135,11 @@ class AcquireResponse(_message.Message):
         *,
         lease: Global___Lease | None = ...,
         token: _builtins.bytes = ...,
+        epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,15 +193,19 @@ class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    CANCEL_REASON_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    cancel_reason: _builtins.str
+    """For the lease's span: why it is ended."""
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
+        cancel_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_reason", b"cancel_reason", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,6 +586,9 @@ class SessionHello(_message.Message):
 
     OWNER_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
+    """A live session of the same owner is ended first, with its OFFERED and
+    CLAIMED leases.
+    """
     def __init__(
         self,
         *,
@@ -700,23 +711,47 @@ Global___SessionWelcome: _TypeAlias = SessionWelcome  # noqa: Y015
 class SessionError(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """google.rpc.Code."""
     message: _builtins.str
     reason: _builtins.str
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         reason: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -837,7 +872,10 @@ class AttachOutputResponse(_message.Message):
 
         EXIT_FIELD_NUMBER: _builtins.int
         STATE_FIELD_NUMBER: _builtins.int
+        END_REASON_FIELD_NUMBER: _builtins.int
         state: Global___Lease.State.ValueType
+        end_reason: _builtins.str
+        """As in Lease."""
         @_builtins.property
         def exit(self) -> Global___Exit:
             """Absent where the process has not ended (not followed)."""
@@ -847,10 +885,11 @@ class AttachOutputResponse(_message.Message):
             *,
             exit: Global___Exit | None = ...,
             state: Global___Lease.State.ValueType = ...,
+            end_reason: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit", "state", b"state"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["end_reason", b"end_reason", "exit", b"exit", "state", b"state"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1076,7 +1115,7 @@ class StreamFinding(_message.Message):
     OURS_FIELD_NUMBER: _builtins.int
     FIXED_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"descriptor", "segment"."""
+    """"descriptor", "segment", "lease"."""
     what: _builtins.str
     origin: _builtins.str
     ours: _builtins.bool

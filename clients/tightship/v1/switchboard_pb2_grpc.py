@@ -145,7 +145,9 @@ class SwitchboardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AttachOutput(self, request, context):
-        """Bytes of output from an offset, followed or not, ending with the exit.
+        """Bytes of output from an offset, followed or not, ending with the exit. When
+        the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
+        the offset reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +155,9 @@ class SwitchboardServiceServicer:
 
     def AttachInput(self, request_iterator, context):
         """Bytes of standard input. The first message names the lease; only an
-        explicit eof closes the pipe, a broken call does not.
+        explicit eof closes the pipe. A call that ends without is ABORTED and leaves
+        the pipe open. A second writer gets FAILED_PRECONDITION. The call ends when
+        the lease is no longer BOUND (CLAIMED and OFFERED are waited for).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

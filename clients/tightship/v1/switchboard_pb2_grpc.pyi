@@ -52,10 +52,15 @@ class SwitchboardServiceStub:
     is the owner's end: its OFFERED and CLAIMED leases end, BOUND ones stay.
     """
     AttachOutput: _grpc.UnaryStreamMultiCallable[_switchboard_pb2.AttachOutputRequest, _switchboard_pb2.AttachOutputResponse]
-    """Bytes of output from an offset, followed or not, ending with the exit."""
+    """Bytes of output from an offset, followed or not, ending with the exit. When
+    the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
+    the offset reached.
+    """
     AttachInput: _grpc.StreamUnaryMultiCallable[_switchboard_pb2.AttachInputRequest, _switchboard_pb2.AttachInputResponse]
     """Bytes of standard input. The first message names the lease; only an
-    explicit eof closes the pipe, a broken call does not.
+    explicit eof closes the pipe. A call that ends without is ABORTED and leaves
+    the pipe open. A second writer gets FAILED_PRECONDITION. The call ends when
+    the lease is no longer BOUND (CLAIMED and OFFERED are waited for).
     """
     Forget: _grpc.UnaryUnaryMultiCallable[_switchboard_pb2.ForgetRequest, _switchboard_pb2.ForgetResponse]
     """Drops the logs of a lease that has ended."""
@@ -84,10 +89,15 @@ class SwitchboardServiceAsyncStub(SwitchboardServiceStub):
     is the owner's end: its OFFERED and CLAIMED leases end, BOUND ones stay.
     """
     AttachOutput: _aio.UnaryStreamMultiCallable[_switchboard_pb2.AttachOutputRequest, _switchboard_pb2.AttachOutputResponse]  # type: ignore[assignment]
-    """Bytes of output from an offset, followed or not, ending with the exit."""
+    """Bytes of output from an offset, followed or not, ending with the exit. When
+    the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
+    the offset reached.
+    """
     AttachInput: _aio.StreamUnaryMultiCallable[_switchboard_pb2.AttachInputRequest, _switchboard_pb2.AttachInputResponse]  # type: ignore[assignment]
     """Bytes of standard input. The first message names the lease; only an
-    explicit eof closes the pipe, a broken call does not.
+    explicit eof closes the pipe. A call that ends without is ABORTED and leaves
+    the pipe open. A second writer gets FAILED_PRECONDITION. The call ends when
+    the lease is no longer BOUND (CLAIMED and OFFERED are waited for).
     """
     Forget: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.ForgetRequest, _switchboard_pb2.ForgetResponse]  # type: ignore[assignment]
     """Drops the logs of a lease that has ended."""
@@ -161,7 +171,10 @@ class SwitchboardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _switchboard_pb2.AttachOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_switchboard_pb2.AttachOutputResponse], _abc.AsyncIterator[_switchboard_pb2.AttachOutputResponse]]:
-        """Bytes of output from an offset, followed or not, ending with the exit."""
+        """Bytes of output from an offset, followed or not, ending with the exit. When
+        the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
+        the offset reached.
+        """
 
     @_abc_1.abstractmethod
     def AttachInput(
@@ -170,7 +183,9 @@ class SwitchboardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_switchboard_pb2.AttachInputResponse, _abc.Awaitable[_switchboard_pb2.AttachInputResponse]]:
         """Bytes of standard input. The first message names the lease; only an
-        explicit eof closes the pipe, a broken call does not.
+        explicit eof closes the pipe. A call that ends without is ABORTED and leaves
+        the pipe open. A second writer gets FAILED_PRECONDITION. The call ends when
+        the lease is no longer BOUND (CLAIMED and OFFERED are waited for).
         """
 
     @_abc_1.abstractmethod

@@ -51,12 +51,13 @@ class ServiceError(Exception):
             details.append(_any(error_details_pb2.RetryInfo(retry_delay=delay)))
         number: int = self.code.value[0]
         status = status_pb2.Status(code=number, message=self.message, details=details)
-        return rpc_status.to_status(status)
+        converted: grpc.Status = rpc_status.to_status(status)
+        return converted
 
 
 def invalid(field: str, message: str, reason: str = "BAD_FIELD", **metadata: object) -> ServiceError:
     """INVALID_ARGUMENT naming `field`."""
-    return ServiceError(Code.INVALID_ARGUMENT, reason, f"{field}: {message}", field=field, **metadata)
+    return ServiceError(Code.INVALID_ARGUMENT, reason, f"{field}: {message}", None, field=field, **metadata)
 
 
 def errno_name(number: int | None) -> str:
