@@ -1,0 +1,1 @@
+"""The system calls: the only place with ctypes. Nothing here knows a container. Standard library only."""

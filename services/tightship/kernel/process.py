@@ -1,0 +1,113 @@
+"""Facts about processes and about this one: identity that survives pid reuse, exec state, subreaper, parent death.
+
+Sources: proc(5), prctl(2), pidfd_open(2), pid_namespaces(7).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+from dataclasses import dataclass
+
+from tightship.kernel import libc
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+# include/linux/sched.h: forked but didn't exec.
+_PF_FORKNOEXEC = 0x40
+
+# include/uapi/linux/pidfd.h, Linux 6.13; exit information since 6.15.
+_PIDFD_GET_INFO = 0xC040FF0B
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_INFO = struct.Struct("<QQ11Ii")
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What /proc/PID/stat tells."""
+
+    state: str
+    parent: int
+    flags: int
+    start: int
+    """Clock ticks since boot (field 22)."""
+
+    @property
+    def execed(self) -> bool:
+        """Whether the process has called execve since it was forked; true to the end, zombie included."""
+        return not self.flags & _PF_FORKNOEXEC
+
+
+def stat(pid: int) -> Stat | None:
+    """None where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name may hold blanks and parentheses; the last one closes it.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[6]), int(fields[19]))
+
+
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def pid_namespace() -> int:
+    """The inode of our pid namespace."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def open_pidfd(pid: int, start: int) -> int | None:
+    """A pidfd of the process with this pid and start time (close-on-exec); None where it is gone or another."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    found = stat(pid)
+    if found is None or found.start != start:
+        os.close(fd)
+        return None
+    return fd
+
+
+def exit_status(pidfd: int) -> int | None:
+    """The wait status of an ended process, reaped or not, as waitpid(2) has it; None where the kernel doesn't tell.
+
+    Needs Linux 6.15 and a pidfd opened before the reap.
+    """
+    buffer = bytearray(_PIDFD_INFO.size)
+    struct.pack_into("<Q", buffer, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, buffer)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(buffer)
+    return status if mask & _PIDFD_INFO_EXIT else None
+
+
+def set_child_subreaper() -> None:
+    """Orphans below this process become its children."""
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_parent_death_signal(number: int = signal.SIGKILL) -> None:
+    """This process gets the signal when the thread that made it ends."""
+    libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for the signal (SigCgt in /proc/PID/status)."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return False
