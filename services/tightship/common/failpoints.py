@@ -8,7 +8,6 @@ holding `hit` marks every point reached. Standard library only: the spawner and 
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import signal
@@ -87,6 +86,8 @@ def block(name: str, until: Callable[[], bool] | None = None) -> None:
 
 async def hold(name: str, until: Callable[[], bool] | None = None) -> None:
     """Passes the point in an event loop; `until` ends the wait early."""
+    import asyncio  # not at the top: the spawner's forks pay for each page of it
+
     held = reach(name)
     while held is not None and not held.released() and not (until is not None and until()):
         await asyncio.sleep(_POLL_S)
@@ -107,6 +108,7 @@ def _reach(directory: str, name: str) -> Hold | None:
             return Hold(path)
         case ["kill"]:
             os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(128 + signal.SIGKILL)  # the first process of a pid namespace can't kill itself
         case ["errno", code]:
             number = int(code) if code.isdigit() else getattr(errno, code)
             raise OSError(number, os.strerror(number), f"failpoint {name}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class RunDir:
                 return text
             raise RunDirError(f"{file} does not hold an instance id of 8 hex digits; remove it if nothing runs")
         new = self.path / f"instance.{os.getpid()}"
-        new.write_text(secrets.token_hex(4) + "\n")
+        new.write_text(os.urandom(4).hex() + "\n")
         with contextlib.suppress(FileExistsError):
             os.link(new, file)  # the first one wins; rename would replace
         new.unlink()
