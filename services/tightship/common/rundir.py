@@ -82,7 +82,7 @@ class RunDir:
             if len(text) == 8 and all(c in "0123456789abcdef" for c in text):
                 return text
             raise RunDirError(f"{file} does not hold an instance id of 8 hex digits; remove it if nothing runs")
-        new = self.path / f"instance.{secrets.token_hex(4)}"  # a pid is not unique over namespaces
+        new = self.path / f"instance.{os.urandom(4).hex()}"  # a pid is not unique over namespaces
         new.write_text(os.urandom(4).hex() + "\n")
         with contextlib.suppress(FileExistsError):
             os.link(new, file)  # the first one wins; rename would replace
