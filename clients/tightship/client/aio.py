@@ -1,0 +1,311 @@
+"""The client for asyncio. One channel to each service, opened by the first call that needs it.
+
+Every unary call has a deadline (30 s unless told). A call is made again only where that can't do a thing twice.
+Failures are TightshipError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+
+from tightship.client import channel, requests, retry, streams, where
+from tightship.client.errors import TightshipError
+from tightship.client.launch import AsyncLaunch
+from tightship.client.tracing import CallSpan
+from tightship.telemetry import Tracer
+from tightship.v1 import containerizer_pb2 as pb
+from tightship.v1 import switchboard_pb2
+from tightship.v1.containerizer_pb2_grpc import ContainerizerServiceAsyncStub, ContainerizerServiceStub
+from tightship.v1.switchboard_pb2_grpc import SwitchboardServiceAsyncStub, SwitchboardServiceStub
+
+Response = TypeVar("Response")
+
+TIMEOUT_S = 30.0
+
+# Beyond the service's longest cleanup budget (60 s), so that the budget and not the call's deadline decides.
+CLEANUP_TIMEOUT_S = 65.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A command that has run, with all of its output."""
+
+    record: pb.Record
+    cleanup: pb.Cleanup
+    stdout: bytes
+    stderr: bytes
+
+
+class AsyncClient:
+    """A client of one pair. Use it in one event loop, with `async with`, or call `close`.
+
+    `directory` is the run directory (TIGHTSHIP_RUN_DIR, else /run/tightship); `containerizer` and `switchboard` are
+    gRPC targets to use instead of its sockets. `patience_s`: how long a service that went away is waited for, where a
+    call may be made again.
+    """
+
+    def __init__(
+        self,
+        directory: str | None = None,
+        *,
+        containerizer: str | None = None,
+        switchboard: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        patience_s: float = 2.0,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.directory = where.run_dir(directory)
+        self.timeout_s = timeout_s
+        self.patience_s = patience_s
+        self.tracer = tracer or Tracer.from_environment("tightship-client")
+        # Until a service has answered once, one that can't be reached is not waited for.
+        self.answered = False
+        self._owns_tracer = tracer is None
+        self._targets = {
+            "containerizer": containerizer or channel.target(self.directory, "containerizer"),
+            "switchboard": switchboard or channel.target(self.directory, "switchboard"),
+        }
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends all calls and channels; spans that are queued are sent, for 2 s at most."""
+        for opened in self._channels.values():
+            await opened.close()
+        self._channels.clear()
+        self.__dict__.pop("containerizer", None)
+        self.__dict__.pop("switchboard", None)
+        if self.tracer.enabled and self._owns_tracer:
+            await asyncio.to_thread(self.tracer.shutdown, 2.0)
+
+    @functools.cached_property
+    def containerizer(self) -> ContainerizerServiceAsyncStub:
+        """The stub, for calls that this class has no method for."""
+        return ContainerizerServiceStub(self._channel("containerizer"))
+
+    @functools.cached_property
+    def switchboard(self) -> SwitchboardServiceAsyncStub:
+        return SwitchboardServiceStub(self._channel("switchboard"))
+
+    # Launching
+
+    def launch(self, command: Sequence[str], **options: Unpack[requests.LaunchOptions]) -> AsyncLaunch:
+        """Runs `command` (argv) in a new container, for `async with`."""
+        return AsyncLaunch(self, requests.launch(command, options))
+
+    async def run(
+        self, command: Sequence[str], stdin_data: bytes | None = None, **options: Unpack[requests.LaunchOptions]
+    ) -> Completed:
+        """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it."""
+        if stdin_data is not None:
+            options["stdin"] = True
+        async with self.launch(command, **options) as launched:
+            feeding = asyncio.create_task(_feed(launched, stdin_data)) if stdin_data is not None else None
+            try:
+                parts: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+                async with streams.closing(launched.output()) as chunks:
+                    async for chunk in chunks:
+                        parts[chunk.stream].append(chunk.data)
+                record = await launched.wait()
+                cleanup = await launched.gone()
+            finally:
+                if feeding is not None:
+                    feeding.cancel()
+        return Completed(record, cleanup, b"".join(parts["stdout"]), b"".join(parts["stderr"]))
+
+    # Containers
+
+    async def create(
+        self,
+        name: str,
+        spec: requests.Spec = None,
+        *,
+        parents: bool = False,
+        labels: Mapping[str, str] | None = None,
+    ) -> pb.CreateResponse:
+        """Makes a container without a process."""
+        request = pb.CreateRequest(
+            name=name,
+            spec=requests.spec_input(spec),
+            parents=parents,
+            labels=labels or {},
+            request_id=requests.new_request_id(),
+        )
+        return await self._unary("ContainerizerService/Create", self.containerizer.Create, request, repeat=True)
+
+    async def destroy(self, name: str, *, force: bool = False, budget: float | None = None) -> pb.Cleanup:
+        """Ends a container (name or id) and all below it; returns when everything is gone. `budget` in seconds."""
+        request = pb.DestroyRequest(name=name, force=force, budget=requests.seconds(budget))
+        response = await self._unary(
+            "ContainerizerService/Destroy", self.containerizer.Destroy, request, timeout=CLEANUP_TIMEOUT_S
+        )
+        return response.cleanup
+
+    async def cleanup(self, name: str = "", *, all: bool = False, budget: float | None = None) -> pb.Cleanup:
+        """Removes everything of a name, whatever its state; with `all` the residue of all names."""
+        request = pb.CleanupRequest(name=name, all=all, budget=requests.seconds(budget))
+        response = await self._unary(
+            "ContainerizerService/Cleanup", self.containerizer.Cleanup, request, timeout=CLEANUP_TIMEOUT_S
+        )
+        return response.cleanup
+
+    async def kill(self, name: str, signal: str = "") -> None:
+        """A signal (name or number; KILL when empty) to the main process of a container (name or id)."""
+        await self._unary(
+            "ContainerizerService/Kill", self.containerizer.Kill, pb.KillRequest(name=name, signal=signal)
+        )
+
+    async def wait(self, name: str, *, timeout: float | None = None) -> pb.Record:
+        """The record of a container (name or id), when its main process has ended. No deadline unless given (s)."""
+        request = pb.WaitRequest(name=name)
+        response = await self._unary(
+            "ContainerizerService/Wait", self.containerizer.Wait, request, timeout=timeout, bounded=False, repeat=True
+        )
+        return response.record
+
+    async def get(self, name: str) -> pb.Container:
+        """A container, living or recorded (name or id)."""
+        response = await self._unary(
+            "ContainerizerService/Get", self.containerizer.Get, pb.GetRequest(name=name), repeat=True
+        )
+        return response.container
+
+    async def list(self, name: str = "", *, recursive: bool = False, records: bool = False) -> list[pb.Container]:
+        """The containers at and below `name`; `records`: also the ended."""
+        request = pb.ListRequest(name=name, recursive=recursive, records=records)
+        response = await self._unary("ContainerizerService/List", self.containerizer.List, request, repeat=True)
+        return [*response.containers]
+
+    async def remove(self, name: str) -> int:
+        """Forgets records and logs of an ended container (name or id); how many."""
+        response = await self._unary(
+            "ContainerizerService/Remove", self.containerizer.Remove, pb.RemoveRequest(name=name)
+        )
+        return response.records
+
+    async def audit(self, *, fix: bool = False) -> pb.AuditResponse:
+        """Looks for what no living container or lease explains; `fix` removes what is this pair's."""
+        return await self._unary(
+            "ContainerizerService/Audit", self.containerizer.Audit, pb.AuditRequest(fix=fix), repeat=not fix
+        )
+
+    # Streams
+
+    async def leases(self, *, owner: str = "", closed: bool = False) -> Sequence[switchboard_pb2.Lease]:
+        """The leases of an owner, or all; `closed`: also those whose logs are kept."""
+        request = switchboard_pb2.ListLeasesRequest(owner=owner, closed=closed)
+        response = await self._unary("SwitchboardService/ListLeases", self.switchboard.ListLeases, request, repeat=True)
+        return response.leases
+
+    async def logs(
+        self,
+        name: str,
+        *names: streams.StreamName,
+        follow: bool = False,
+        stdout_offset: int = 0,
+        stderr_offset: int = 0,
+    ) -> AsyncIterator[streams.Chunk]:
+        """The output of a container, living or ended (name or id); goes on by offset over a new switchboard."""
+        container = await self.get(name)
+        lease_id = container.lease_id or container.record.lease_id
+        if not lease_id:
+            raise TightshipError(grpc.StatusCode.NOT_FOUND, f"{name} has no output: no process ran in it", "NO_OUTPUT")
+        offsets = (stdout_offset, stderr_offset)
+        chunks = streams.output(self.switchboard, lease_id, streams=names, offsets=offsets, follow=follow)
+        async with streams.closing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def input(self, name: str) -> streams.AsyncInput:
+        """Standard input of a container (name or id) that was launched with `stdin`."""
+        return streams.AsyncInput(self.switchboard, (await self.get(name)).lease_id)
+
+    async def ready(self, timeout_s: float) -> None:
+        """Waits until both services say that they serve. Raises the last TightshipError after `timeout_s`."""
+        for service in ("containerizer", "switchboard"):
+            try:
+                await self._serving(service)
+            except TightshipError as error:
+                await retry.again(functools.partial(self._serving, service), error, retry.away, timeout_s)
+        self.answered = True
+
+    async def _serving(self, service: str) -> None:
+        from grpc_health.v1 import health_pb2
+
+        check = self._channel(service).unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = await check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        except grpc.aio.AioRpcError as error:
+            raise TightshipError.of(error) from None
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise TightshipError(grpc.StatusCode.UNAVAILABLE, f"{service} does not serve yet")
+
+    def _channel(self, service: str) -> grpc.aio.Channel:
+        if service not in self._channels:
+            self._channels[service] = channel.connect(self._targets[service])
+        return self._channels[service]
+
+    async def _unary(
+        self,
+        name: str,
+        method: Callable[..., Awaitable[Response]],
+        request: object,
+        *,
+        timeout: float | None = None,
+        bounded: bool = True,
+        repeat: bool = False,
+    ) -> Response:
+        """`repeat`: doing it twice is the same as once."""
+        span = CallSpan(self.tracer, f"tightship.v1.{name}")
+        limit = timeout or (self.timeout_s if bounded else None)
+
+        async def attempt() -> Response:
+            try:
+                answer = await method(request, timeout=limit, metadata=span.metadata)
+            except grpc.aio.AioRpcError as error:
+                raise TightshipError.of(error) from None
+            self.answered = True
+            return answer
+
+        try:
+            try:
+                answer = await attempt()
+            except TightshipError as error:
+                safe = retry.away if repeat and self.answered else retry.refused
+                if not safe(error):
+                    raise
+                answer = await retry.again(attempt, error, safe, self.patience_s)
+        except TightshipError as error:
+            span.end(error.code.name, error.message)
+            raise
+        except asyncio.CancelledError:
+            span.end("CANCELLED", "cancelled by the caller")
+            raise
+        span.end()
+        return answer
+
+
+async def _feed(launched: AsyncLaunch, data: bytes) -> None:
+    # The process need not read its input; how it ends says all.
+    with contextlib.suppress(BrokenPipeError, TightshipError):
+        await launched.write(data)
+        await launched.close_stdin()
