@@ -47,3 +47,11 @@ def own_pair() -> Iterator[Pair]:
     _need_cgroups()
     with Pair(failpoints=True) as pair:
         yield pair
+
+
+@pytest.fixture(scope="module")
+def own_pair_module() -> Iterator[Pair]:
+    """A pair of this module's own, as a user has it: without failpoints."""
+    _need_cgroups()
+    with Pair() as pair:
+        yield pair

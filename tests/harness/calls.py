@@ -6,6 +6,7 @@ Synchronous on purpose: a test that cancels, kills or times a call must not shar
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -100,10 +101,13 @@ class Calls:
         *,
         timeout: float | None = None,
         stdin: bool = False,
+        limit_s: float | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         **fields: Any,
     ) -> Launching:
-        """Starts the call; the caller reads its events. `timeout` (s) is the call's deadline."""
+        """Starts the call; the caller reads its events. `timeout` (s) is the call's deadline, `limit_s` the run's."""
+        if limit_s is not None:
+            fields["timeout"] = datetime.timedelta(seconds=limit_s)
         request = cpb.LaunchRequest(
             name=name,
             command=command,
