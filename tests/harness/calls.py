@@ -93,6 +93,11 @@ class Calls:
         self.containerizer = containerizer_pb2_grpc.ContainerizerServiceStub(containerizer)
         self.switchboard = switchboard_pb2_grpc.SwitchboardServiceStub(switchboard)
 
+    def touch(self) -> None:
+        """Connects both channels anew where their service was started anew. Raises grpc.RpcError."""
+        self.containerizer.List(cpb.ListRequest(), timeout=5)
+        self.leases()
+
     def launch(
         self,
         command: Sequence[str],

@@ -29,6 +29,7 @@ from tightship.kernel import process  # noqa: E402
 _STOP_S = 6.0
 # A service that can't start must not spin.
 _AGAIN_S = 0.05
+_PLANTED = 60
 
 
 class Keeper:
@@ -36,6 +37,9 @@ class Keeper:
         self.run_dir = Path(config["run_dir"])
         self.commands: dict[str, list[str]] = config["services"]
         self.environment: dict[str, str] = config["environment"]
+        self.planted: str | None = config["planted"]
+        """The service that inherits the write end of a pipe, as if somebody had forgotten one."""
+        self.pipe = os.pipe2(os.O_CLOEXEC)
         self.kept: set[str] = set()
         self.running: dict[int, str] = {}
 
@@ -44,6 +48,7 @@ class Keeper:
         if name in self.running.values():
             return
         log = str(self.run_dir / f"{name}.log")
+        planted = [(os.POSIX_SPAWN_DUP2, self.pipe[1], _PLANTED)] if name == self.planted else []
         pid = os.posix_spawn(
             self.commands[name][0],
             self.commands[name],
@@ -52,6 +57,7 @@ class Keeper:
                 (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
+                *planted,
             ],
             setsigdef=[signal.SIGPIPE, signal.SIGINT],
             setsigmask=[],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import grpc
 from tests.harness import census as censuses
 from tests.harness.calls import Calls
 from tests.harness.points import Failpoints
+from tests.harness.waiting import await_end
 from tightship.v1 import containerizer_pb2 as cpb
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,15 @@ CHANNEL_OPTIONS = (
 class Pair:
     """Use as a context manager, or `start` and `close`."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None, *, failpoints: bool = False) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        *,
+        failpoints: bool = False,
+        planted: Service | None = None,
+    ) -> None:
+        """`planted`: the service that inherits a pipe which nothing explains."""
+        self.planted = planted
         self.run_dir = Path(tempfile.mkdtemp(prefix="ts", dir="/tmp"))
         self.points = Failpoints(self.run_dir / "fp")
         self.environment = {
@@ -64,6 +72,7 @@ class Pair:
         run = ["--run-dir", str(self.run_dir)]
         config = {
             "run_dir": str(self.run_dir),
+            "planted": self.planted,
             "environment": self.environment,
             "services": {
                 "spawner": [
@@ -121,6 +130,14 @@ class Pair:
             self._calls = Calls(self.channel("containerizer"), self.channel("switchboard"))
         return self._calls
 
+    def command(self, *arguments: str, input: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Runs the command line client on this pair."""
+        return subprocess.run(
+            [Path(sys.executable).with_name("tightship"), *arguments],
+            input=input, capture_output=True, text=True, timeout=timeout, check=False,
+            env=self.environment | {"TIGHTSHIP_RUN_DIR": str(self.run_dir)},
+        )  # fmt: skip
+
     def await_ready(self, timeout_s: float = 20.0) -> None:
         """Until all three run, nothing is under recovery, and a lease can be had."""
         until = time.monotonic() + timeout_s
@@ -165,7 +182,7 @@ class Pair:
         pidfd = os.pidfd_open(pid)
         try:
             signal.pidfd_send_signal(pidfd, number)
-            _await_end(pidfd, 30)
+            await_end(pidfd, 30)
         finally:
             os.close(pidfd)
 
@@ -197,6 +214,7 @@ class Pair:
         return (self.run_dir / "instance").read_text().strip()
 
     def census(self) -> censuses.Census:
+        """Looks now. The connections of `calls` are in it: a test has used both of them before."""
         return censuses.take(self.instance, self._living_keeper().pid, self.pids())
 
     def settle(self, before: censuses.Census, timeout_s: float = 10.0) -> None:
@@ -204,7 +222,8 @@ class Pair:
 
         def look() -> censuses.Census:
             while True:
-                with contextlib.suppress(LookupError, FileNotFoundError):
+                with contextlib.suppress(LookupError, FileNotFoundError, grpc.RpcError):
+                    self.calls.touch()
                     return self.census()
                 time.sleep(0.02)
 
@@ -247,9 +266,3 @@ def _parent(pid: int) -> int:
     except OSError:
         return 0
     return int(text[text.rindex(")") + 2 :].split()[1])
-
-
-def _await_end(pidfd: int, timeout_s: float) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(timeout_s * 1000), "the process did not end"
