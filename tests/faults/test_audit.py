@@ -17,7 +17,8 @@ from tests.harness.pair import Pair, Service
 from tightship.v1 import containerizer_pb2 as cpb
 from tightship.v1 import switchboard_pb2 as spb
 
-Kind = cpb.Finding.Kind
+# The attribute of that name is the message's descriptor.
+DESCRIPTOR = cpb.Finding.Kind.Value("DESCRIPTOR")
 
 
 def _audit(pair: Pair, fix: bool = False) -> list[cpb.Finding]:
@@ -26,7 +27,7 @@ def _audit(pair: Pair, fix: bool = False) -> list[cpb.Finding]:
     return list(response.findings)
 
 
-def _one(findings: list[cpb.Finding], kind: int, what: str) -> cpb.Finding:
+def _one(findings: list[cpb.Finding], kind: cpb.Finding.Kind.ValueType, what: str) -> cpb.Finding:
     found = [one for one in findings if one.kind == kind and what in one.what]
     assert len(found) == 1, f"not one {cpb.Finding.Kind.Name(kind)} {what} in {findings}"
     assert found[0].origin, found
@@ -67,18 +68,18 @@ def test_our_directory_is_found_and_removed(faulty: Pair, base: Path) -> None:
     name = fresh_name("planted")
     with _directory(path := Path(f"{base}{name}")):
         _mark(path, faulty, name)
-        found = _one(_audit(faulty), Kind.CGROUP, str(path))
+        found = _one(_audit(faulty), cpb.Finding.CGROUP, str(path))
         assert found.ours
         assert "0123abcd" in found.origin or name in found.origin
         assert path.exists(), "only looked at"
-        assert _one(_audit(faulty, fix=True), Kind.CGROUP, str(path)).fixed
+        assert _one(_audit(faulty, fix=True), cpb.Finding.CGROUP, str(path)).fixed
         assert not path.exists()
     assert _audit(faulty) == []
 
 
 def test_a_directory_of_someone_else_is_found_and_left(faulty: Pair, base: Path) -> None:
     with _directory(path := Path(f"{base}{fresh_name('foreign')}")):
-        found = _one(_audit(faulty, fix=True), Kind.CGROUP, str(path))
+        found = _one(_audit(faulty, fix=True), cpb.Finding.CGROUP, str(path))
         assert not found.ours
         assert not found.fixed
         assert path.exists()
@@ -90,7 +91,7 @@ def test_a_process_in_our_directory_is_found_and_ended(faulty: Pair, base: Path)
     with _directory(path := Path(f"{base}{name}")), subprocess.Popen(["/bin/sleep", "600"]) as sleeper:
         _mark(path, faulty, name)
         (path / "cgroup.procs").write_text(str(sleeper.pid))
-        found = _one(_audit(faulty), Kind.PROCESS, f"pid {sleeper.pid}")
+        found = _one(_audit(faulty), cpb.Finding.PROCESS, f"pid {sleeper.pid}")
         assert found.ours
         assert "sleep" in found.what
         _audit(faulty, fix=True)
@@ -102,7 +103,7 @@ def test_a_process_in_our_directory_is_found_and_ended(faulty: Pair, base: Path)
 def test_a_process_in_a_directory_of_someone_else_is_left(faulty: Pair, base: Path) -> None:
     with _directory(path := Path(f"{base}{fresh_name('foreign')}")), subprocess.Popen(["/bin/sleep", "600"]) as sleeper:
         (path / "cgroup.procs").write_text(str(sleeper.pid))
-        assert not _one(_audit(faulty, fix=True), Kind.PROCESS, f"pid {sleeper.pid}").ours
+        assert not _one(_audit(faulty, fix=True), cpb.Finding.PROCESS, f"pid {sleeper.pid}").ours
         assert sleeper.poll() is None
         sleeper.kill()
         sleeper.wait()
@@ -115,7 +116,7 @@ def test_a_copy_of_a_pipe_outside_its_container_is_found(faulty: Pair) -> None:
     started = faulty.calls.detach(["/bin/sleep", "600"], name)
     held = os.open(f"/proc/{started.pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
     try:
-        found = _one(_audit(faulty, fix=True), Kind.DESCRIPTOR, f"fd {held} of pid {os.getpid()}")
+        found = _one(_audit(faulty, fix=True), DESCRIPTOR, f"fd {held} of pid {os.getpid()}")
         assert started.lease_id in found.origin or name in found.origin
         assert not found.ours
         assert not found.fixed
@@ -130,7 +131,7 @@ def test_a_segment_without_a_lease_is_found_and_removed(faulty: Pair) -> None:
     directory = faulty.run_dir / "logs" / "planted-1"
     directory.mkdir()
     (directory / "stdout").write_bytes(b"left")
-    found = _one(_audit(faulty), Kind.SEGMENT, "planted-1")
+    found = _one(_audit(faulty), cpb.Finding.SEGMENT, "planted-1")
     assert found.ours
     _audit(faulty, fix=True)
     assert not directory.exists()
@@ -144,7 +145,7 @@ def test_a_lease_without_a_container_is_found_and_ended(faulty: Pair) -> None:
     faulty.calls.destroy(name)
     ttl = Duration(seconds=60)
     faulty.calls.switchboard.Acquire(spb.AcquireRequest(lease_id="planted-2", owner=owner, claim_ttl=ttl))
-    found = _one(_audit(faulty), Kind.LEASE, "planted-2")
+    found = _one(_audit(faulty), cpb.Finding.LEASE, "planted-2")
     assert found.ours
     _audit(faulty, fix=True)
     assert faulty.calls.lease("planted-2").state == spb.Lease.CLOSED
@@ -163,7 +164,7 @@ def test_a_lease_of_another_owner_is_that_owners(faulty: Pair) -> None:
 def test_a_pipe_left_in_a_service_is_found(service: Service) -> None:
     """An inherited descriptor that no lease explains."""
     with Pair(planted=service) as pair:
-        found = [one for one in _audit(pair) if one.kind == Kind.DESCRIPTOR]
+        found = [one for one in _audit(pair) if one.kind == DESCRIPTOR]
         assert len(found) == 1
         assert f"of pid {pair.pid(service)}" in found[0].what
 

@@ -186,7 +186,7 @@ class Pair:
         finally:
             os.close(pidfd)
 
-    def stop(self, service: Literal["spawner", "switchboard"], timeout_s: float = 20.0) -> float:
+    def stop(self, service: Service, timeout_s: float = 20.0) -> float:
         """SIGTERM, and no new start; seconds until it was gone."""
         begun = time.monotonic()
         self.kill(service, signal.SIGTERM, again=False)
@@ -194,7 +194,7 @@ class Pair:
         assert took < timeout_s, f"{service} took {took:.1f} s to stop"
         return took
 
-    def restart(self, service: Literal["spawner", "switchboard"]) -> None:
+    def restart(self, service: Service) -> None:
         self._order("start", service)
 
     def await_service(self, service: Service, timeout_s: float = 15.0) -> int:
@@ -253,7 +253,7 @@ class Pair:
         assert self._keeper is not None, "the pair is not started"
         return self._keeper
 
-    def _order(self, verb: Literal["start", "hold"], service: str) -> None:
+    def _order(self, verb: Literal["start", "hold"], service: Service) -> None:
         stdin = self._living_keeper().stdin
         assert stdin is not None
         stdin.write(f"{verb} {service}\n")
