@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -35,6 +36,8 @@ class ServiceError(Exception):
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
+        self.details: list[Message] = []
+        """Messages that go along in the status."""
         self.metadata = {key: str(value) for key, value in metadata.items() if value is not None}
 
     def rpc_status(self) -> grpc.Status:
@@ -49,6 +52,7 @@ class ServiceError(Exception):
             whole = int(self.retry_after)
             delay = duration_pb2.Duration(seconds=whole, nanos=int((self.retry_after - whole) * 1e9))
             details.append(_any(error_details_pb2.RetryInfo(retry_delay=delay)))
+        details += [_any(message) for message in self.details]
         number: int = self.code.value[0]
         status = status_pb2.Status(code=number, message=self.message, details=details)
         converted: grpc.Status = rpc_status.to_status(status)

@@ -1,0 +1,52 @@
+"""Containers as callers see them: the messages of Get, List and STARTED, and the values the kernel holds."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tightship.containerizer.journal import Ended, Kind, Row
+from tightship.containerizer.operations import Operation
+from tightship.kernel import cgroup
+from tightship.v1 import containerizer_pb2 as pb
+
+
+def in_force(row: Row) -> list[pb.InForce]:
+    """What the kernel holds for each limit that was asked for; some µs a file. Absent files are left out."""
+    found = []
+    for step in row.plan:
+        if step.kind == "write":
+            with contextlib.suppress(OSError):
+                found.append(pb.InForce(field=step.field, file=step.target, value=cgroup.read(step.target)))
+    return found
+
+
+def started(operation: Operation, *, joined: bool, with_limits: bool) -> pb.LaunchResponse.Started:
+    row = operation.row
+    told = pb.LaunchResponse.Started(id=row.id, name=row.name, lease_id=row.id, pid=row.live.pid, joined=joined)
+    told.time.FromNanoseconds(row.live.started)
+    if with_limits:
+        told.in_force.extend(in_force(row))
+    return told
+
+
+def living(operation: Operation, *, with_limits: bool) -> pb.Container:
+    row = operation.row
+    told = pb.Container(
+        id=row.id,
+        name=row.name,
+        state=operation.state,
+        spec=operation.spec,
+        in_force=in_force(row) if with_limits else (),
+        pid=row.live.pid if operation.exit is None else 0,
+        lease_id=row.id if row.kind is Kind.LAUNCH else "",
+        labels=row.labels,
+        command=row.command,
+        record=operation.record,
+        pending_reason="; ".join(f"{name}: {why}" for name, why in operation.left.items())[:4096],
+    )
+    told.created.FromNanoseconds(row.created)
+    return told
+
+
+def ended(record: Ended) -> pb.Container:
+    return pb.Container.FromString(record.container)

@@ -1,0 +1,287 @@
+"""The journal: what was intended, durable before it is done, and the records of what has ended.
+
+One SQLite file in WAL mode without fsync: it must outlive a SIGKILL, not a power cut, which cgroups and pipes don't
+outlive either. A row holds the whole plan of a container and goes through its phases; deleting it and writing the
+record is one transaction. An unreadable file is set aside, and `rebuilt` says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tightship.containerizer import plan as plans
+from tightship.containerizer.plan import Step
+from tightship.kernel import process
+
+_VERSION = 1
+
+
+class Phase(StrEnum):
+    INTENDED = "intended"
+    COMMITTED = "committed"
+    UNDOING = "undoing"
+
+
+class Kind(StrEnum):
+    LAUNCH = "launch"
+    CREATE = "create"
+    CLEANUP = "cleanup"
+    """A plan made up for a name, only to be undone."""
+
+
+@dataclass(slots=True)
+class Live:
+    """What becomes known of a container while it lives."""
+
+    pid: int = 0
+    start: int = 0
+    """Clock ticks since boot, of the main process."""
+    started: int = 0
+    """Wall clock, ns."""
+    started_monotonic: int = 0
+    deadline: float | None = None
+    """Of the run, on CLOCK_BOOTTIME; `lifetime` is that of the container."""
+    lifetime: float | None = None
+    opened: bool = False
+    times: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Steps' begin and end, wall clock in ns."""
+
+
+@dataclass(slots=True)
+class Row:
+    """A living container, as the journal has it. The first group never changes and goes to the spawner as `meta`."""
+
+    id: str
+    name: str
+    kind: Kind
+    plan: tuple[Step, ...]
+    spec: bytes = b""
+    labels: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    request_id: str = ""
+    request_hash: str = ""
+    trace: str = ""
+    parent_trace: str = ""
+    detach: bool = False
+    timeout: float | None = None
+    max_lifetime: float | None = None
+    created: int = field(default_factory=time.time_ns)
+
+    phase: Phase = Phase.INTENDED
+    reason: str = ""
+    live: Live = field(default_factory=Live)
+    record: bytes = b""
+    """The Record, once the main process has ended."""
+
+    def meta(self) -> str:
+        """What never changes, as JSON."""
+        fixed = {name: getattr(self, name) for name in _FIXED}
+        fixed["plan"] = plans.to_json(self.plan)
+        fixed["spec"] = base64.b64encode(self.spec).decode()
+        return json.dumps(fixed, separators=(",", ":"))
+
+    @classmethod
+    def from_meta(cls, text: str) -> Row:
+        """Raises ValueError, KeyError or TypeError for what is no meta of ours."""
+        fixed: dict[str, Any] = json.loads(text)
+        fixed["plan"] = plans.from_json(fixed["plan"])
+        fixed["spec"] = base64.b64decode(fixed["spec"])
+        fixed["kind"] = Kind(fixed["kind"])
+        fixed["command"] = tuple(fixed["command"])
+        return cls(**fixed)
+
+
+_FIXED = (
+    "id", "name", "kind", "labels", "command", "request_id", "request_hash", "trace", "parent_trace", "detach",
+    "timeout", "max_lifetime", "created",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A record: a Container in state ENDED, and what its last messages were, serialized."""
+
+    id: str
+    name: str
+    request_id: str
+    request_hash: str
+    container: bytes
+    cleanup: bytes
+    pid: int
+    ran: bool
+    times: str
+
+
+class Journal:
+    """Synchronous: a write takes some 40 µs. Raises sqlite3.Error on a full disk or a broken file."""
+
+    def __init__(self, path: Path, *, retention_age: float, retention_count: int) -> None:
+        self._age = retention_age
+        self._count = retention_count
+        self.rebuilt = False
+        """The file was unreadable and has been set aside: what lives is not in it."""
+        try:
+            self._db = _connect(path)
+            self.rows = list(self._load())
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError):
+            self.rebuilt = True
+            _set_aside(path)
+            self._db = _connect(path)
+            self.rows = []
+        self.records: int = self._db.execute("SELECT count(*) FROM records").fetchone()[0]
+
+    def intend(self, row: Row) -> None:
+        """Before the first step."""
+        self._db.execute(
+            "INSERT INTO containers VALUES (?, ?, ?, ?, ?, ?)",
+            (row.id, row.phase, row.reason, row.meta(), _live_json(row.live), row.record),
+        )
+
+    def update(self, row: Row) -> None:
+        """Writes phase, reason, what became known, and the record where there is one."""
+        self._db.execute(
+            "UPDATE containers SET phase = ?, reason = ?, live = ?, record = ? WHERE id = ?",
+            (row.phase, row.reason, _live_json(row.live), row.record, row.id),
+        )
+
+    def forget(self, row: Row, ended: Ended | None) -> None:
+        """The row goes, and the record (where there is one) comes, at once."""
+        with self._transaction():
+            self._db.execute("DELETE FROM containers WHERE id = ?", (row.id,))
+            if ended is not None:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        ended.id, ended.name, ended.request_id, ended.request_hash, _boottime(), ended.container,
+                        ended.cleanup, ended.pid, ended.ran, ended.times,
+                    ),
+                )  # fmt: skip
+                self.records += 1
+
+    def find_record(self, name_or_id: str) -> Ended | None:
+        """The newest record of the name, or the one of the id."""
+        column = "name" if name_or_id.startswith("/") else "id"
+        return self._one(
+            f"SELECT * FROM records WHERE {column} = ? ORDER BY ended DESC, rowid DESC LIMIT 1", name_or_id
+        )  # noqa: S608 - one of two constants
+
+    def find_request(self, request_id: str) -> Ended | None:
+        """The newest record of a launch with this request id."""
+        return self._one(
+            "SELECT * FROM records WHERE request_id = ? ORDER BY ended DESC, rowid DESC LIMIT 1", request_id
+        )
+
+    def all_records(self) -> Iterator[Ended]:
+        """Oldest first."""
+        for found in self._db.execute("SELECT * FROM records ORDER BY ended, rowid").fetchall():
+            yield _ended(found)
+
+    def remove_records(self, name_or_id: str) -> list[str]:
+        """Forgets the records of a name or an id; the ids."""
+        column = "name" if name_or_id.startswith("/") else "id"
+        return self._delete(f"{column} = ?", name_or_id)
+
+    def retire(self) -> list[str]:
+        """Forgets the records past retention; the ids, whose logs may go."""
+        gone = self._delete("ended < ?", _boottime() - self._age)
+        surplus = self.records - self._count
+        if surplus > 0:
+            gone += self._delete("id IN (SELECT id FROM records ORDER BY ended, rowid LIMIT ?)", surplus)
+        return gone
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _delete(self, condition: str, value: object) -> list[str]:
+        query = f"DELETE FROM records WHERE {condition} RETURNING id"  # noqa: S608 - constants of this module
+        gone = [str(found[0]) for found in self._db.execute(query, (value,)).fetchall()]
+        self.records -= len(gone)
+        return gone
+
+    def _one(self, query: str, value: str) -> Ended | None:
+        found = self._db.execute(query, (value,)).fetchone()
+        return _ended(found) if found else None
+
+    def _load(self) -> Iterator[Row]:
+        for _, phase, reason, meta, live, record in self._db.execute("SELECT * FROM containers ORDER BY rowid"):
+            row = Row.from_meta(meta)
+            row.phase = Phase(phase)
+            row.reason = reason
+            row.live = Live(**json.loads(live))
+            row.record = record
+            yield row
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def remove_other_boots(directory: Path) -> None:
+    """Deletes journals of earlier boots: nothing they tell of can have survived."""
+    for file in directory.glob("journal-*.db*"):
+        if not file.name.startswith(f"journal-{process.boot_id()}.db"):
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = OFF")
+    db.execute("PRAGMA cache_size = -1024")
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version not in (0, _VERSION):
+        raise sqlite3.DatabaseError(f"journal version {version}")
+    db.executescript(
+        f"""
+        CREATE TABLE IF NOT EXISTS containers (
+            id TEXT PRIMARY KEY, phase TEXT NOT NULL, reason TEXT NOT NULL, meta TEXT NOT NULL, live TEXT NOT NULL,
+            record BLOB NOT NULL
+        );
+        CREATE TABLE IF NOT EXISTS records (
+            id TEXT PRIMARY KEY, name TEXT NOT NULL, request_id TEXT NOT NULL, request_hash TEXT NOT NULL,
+            ended REAL NOT NULL, container BLOB NOT NULL, cleanup BLOB NOT NULL, pid INTEGER NOT NULL,
+            ran INTEGER NOT NULL, times TEXT NOT NULL
+        );
+        CREATE INDEX IF NOT EXISTS records_name ON records (name);
+        CREATE INDEX IF NOT EXISTS records_request ON records (request_id) WHERE request_id != '';
+        CREATE INDEX IF NOT EXISTS records_ended ON records (ended);
+        PRAGMA user_version = {_VERSION};
+        """
+    )
+    return db
+
+
+def _set_aside(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{suffix}", f"{path}.unreadable{suffix}")
+
+
+def _ended(found: tuple[Any, ...]) -> Ended:
+    identity, name, request_id, request_hash, _, container, cleanup, pid, ran, times = found
+    return Ended(identity, name, request_id, request_hash, container, cleanup, pid, bool(ran), times)
+
+
+def _live_json(live: Live) -> str:
+    return json.dumps(asdict(live), separators=(",", ":"))
+
+
+def _boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,543 @@
+"""The life of one container: its plan applied, lived, and undone. The one code for error, cancel, crash and cleanup.
+
+An `Operation` is a task of the service, never of a call, and is never cancelled: calls wait on it with `until`, and ask.
+What it was asked is a flag with a reason, read between steps. Whatever ended it, the same walk undoes the plan backwards
+within a budget; what is left makes it pending, and the same task walks again later, until nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tightship.common import failpoints
+from tightship.common.errors import Code, ServiceError
+from tightship.common.telemetry import Tracer
+from tightship.containerizer import records, refusals, spans, steps
+from tightship.containerizer.backoff import Backoff
+from tightship.containerizer.journal import Ended, Journal, Kind, Phase, Row
+from tightship.containerizer.machine import Machine
+from tightship.containerizer.plan import CGROUP_KINDS
+from tightship.containerizer.records import Exit
+from tightship.containerizer.registry import Registry
+from tightship.containerizer.settings import Settings
+from tightship.containerizer.spawner_link import OrderFailed, SpawnerLink
+from tightship.containerizer.spec import seconds
+from tightship.containerizer.steps import Interrupted, Undone
+from tightship.containerizer.switchboard_link import SwitchboardLink
+from tightship.containerizer.walk import Walk
+from tightship.v1 import containerizer_pb2 as pb
+from tightship.v1 import spec_pb2
+from tightship.v1 import switchboard_pb2 as sb
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LEASE_TIMEOUT_S = 5.0
+SPAWN_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 5.0
+CGROUP_TIMEOUT_S = 5.0
+GATE_MS = 30_000
+
+# Reasons of an undo that nobody asked for.
+_NOT_ASKED = frozenset({"", "exit", "error"})
+
+
+@dataclass(slots=True)
+class Parts:
+    """What every operation uses."""
+
+    settings: Settings
+    machine: Machine
+    journal: Journal
+    registry: Registry
+    spawner: SpawnerLink
+    switchboard: SwitchboardLink
+    tracer: Tracer
+    pool: ThreadPoolExecutor
+
+
+class Operation:
+    """One container. Made with its row in the journal already, then `start`ed once."""
+
+    def __init__(self, parts: Parts, row: Row, *, remaining: float | None = None, recovering: bool = False) -> None:
+        self.parts = parts
+        self.row = row
+        self.launch_order: dict[str, Any] = {}
+        """The fields of LAUNCH and Acquire that only a new launch has; dropped when sent."""
+        self.acquire = sb.AcquireRequest()
+        self.recovering = recovering
+        self.asked = row.reason if row.phase is Phase.UNDOING and row.reason not in _NOT_ASKED else ""
+        """Why it was asked to end; empty while it wasn't."""
+        self.exit: Exit | None = None
+        self.error: ServiceError | None = None
+        self.started = False
+        self.record: pb.Record | None = pb.Record.FromString(row.record) if row.record else None
+        self.over = False
+        """A walk has finished; `left` says whether something stayed."""
+        self.gone = False
+        self.left: dict[str, str] = {}
+        self.waiters = 0
+        self._remaining_until = None if remaining is None else time.monotonic() + remaining
+        self._budget: float | None = None
+        self.begun = {step.name for step in row.plan} if recovering or row.kind is Kind.CLEANUP else set[str]()
+        self.opening: asyncio.Future[dict[str, Any]] | None = None
+        self._session = 0
+        self.closed_leases: set[str] = set()
+        self.impatient = False
+        self._again = False
+        self.stuck: asyncio.Future[Any] | None = None
+        self.done = Undone()
+        self.undo_begun_ns = 0
+        self._undo_begun = 0.0
+        self.undo_budget = 0.0
+        self.undo_times: steps.Times = {}
+        self.cancel_step = ""
+        """The step that was on when it ended; empty once it runs."""
+        self.launch_emitted = False
+        self._timers: list[asyncio.TimerHandle] = []
+        self._watchers: set[asyncio.Future[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    # What others ask and see.
+
+    @property
+    def spec(self) -> spec_pb2.ContainerSpec:
+        return spec_pb2.ContainerSpec.FromString(self.row.spec)
+
+    @property
+    def closing(self) -> bool:
+        """Nothing new may begin in it or below it."""
+        return bool(self.asked) or self.exit is not None or self.row.phase is Phase.UNDOING
+
+    @property
+    def state(self) -> pb.Container.State.ValueType:
+        if self.left:
+            return pb.Container.CLEANUP_PENDING
+        if self.recovering:
+            return pb.Container.RECOVERING
+        if self.closing:
+            return pb.Container.CLOSING
+        if self.row.kind is Kind.CREATE:
+            return pb.Container.CREATED if self.row.phase is Phase.COMMITTED else pb.Container.LAUNCHING
+        return pb.Container.RUNNING if self.started else pb.Container.LAUNCHING
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"operation {self.row.name}")
+
+    def join(self) -> None:
+        """A caller begins to wait."""
+        self.waiters += 1
+
+    def leave(self, reason: str) -> None:
+        """A caller goes. The last one of an attached launch asks it to end."""
+        self.waiters -= 1
+        if self.waiters:
+            return
+        self._remaining_until = None
+        if self.closing or not (self.row.detach and self.row.phase is Phase.COMMITTED):
+            self.ask(reason)
+
+    def ask(self, reason: str, budget: float | None = None) -> None:
+        """Asks it to end, with seconds for the cleanup. Asked again, it hurries what only waits."""
+        if self.gone:
+            return
+        if self.closing:
+            self.impatient = True
+        if self._budget is None or self.over:
+            self._budget = budget
+        if not self.asked and self.exit is None and self.row.phase is not Phase.UNDOING:
+            self.asked = reason
+        if self.over:
+            self.over = False
+            self._again = True
+        self.changed()
+
+    def on_exit(self, ended: Exit) -> None:
+        """The spawner's report on the main process."""
+        if self.exit is None:
+            self.exit = ended
+            self.row.live.opened = True
+            self.changed()
+
+    def on_lease_closed(self, lease_id: str) -> None:
+        self.closed_leases.add(lease_id)
+        self.changed()
+
+    def on_welcome(self, leases: frozenset[str]) -> None:
+        """A session began: what of ours it does not list is closed."""
+        if "lease" in self.begun:
+            for step in self.row.plan:
+                if step.kind == "lease" and step.target not in leases:
+                    self.on_lease_closed(step.target)
+
+    def adopt(self) -> None:
+        """It lives, found so at start."""
+        self.recovering = False
+        self.started = True
+        self.row.live.opened = self.row.kind is Kind.LAUNCH
+        self.changed()
+
+    async def until(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
+        """Waits until the condition on this operation holds; False when `timeout` seconds went by first."""
+        loop = asyncio.get_running_loop()
+        end = None if timeout is None else loop.time() + timeout
+        while not condition():
+            if end is not None and loop.time() >= end:
+                return False
+            watcher: asyncio.Future[None] = loop.create_future()
+            self._watchers.add(watcher)
+            timer = loop.call_at(end, _wake, watcher) if end is not None else None
+            try:
+                await watcher
+            finally:
+                self._watchers.discard(watcher)
+                if timer is not None:
+                    timer.cancel()
+        return True
+
+    def cleanup(self) -> pb.Cleanup:
+        """What the undo has done so far."""
+        told = pb.Cleanup(
+            outcome=pb.Cleanup.CLEAN if self.gone else pb.Cleanup.PENDING,
+            removed=self.done.removed,
+            left=[f"{name}: {why}" for name, why in self.left.items()],
+            processes_killed=self.done.killed,
+            cgroups_removed=self.done.cgroups,
+            leases_closed=self.done.leases,
+        )
+        told.budget.FromNanoseconds(int(self.undo_budget * 1e9))
+        if self._undo_begun:
+            told.took.FromNanoseconds(int((time.monotonic() - self._undo_begun) * 1e9))
+        return told
+
+    def failure(self) -> ServiceError:
+        """Why it never ran."""
+        if self.error is not None:
+            return self.error
+        reason = self.asked or self.row.reason
+        if reason == "deadline_exceeded":
+            return ServiceError(
+                Code.DEADLINE_EXCEEDED, "LAUNCH_TIMED_OUT", "the call's deadline was over before the start"
+            )
+        if reason == "shutdown":
+            return ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the containerizer is shutting down", 1.0)
+        if reason == "recovered":
+            return ServiceError(
+                Code.UNAVAILABLE, "INTERRUPTED", "the containerizer was restarted during the launch", 0.1
+            )
+        return ServiceError(Code.CANCELLED, "LAUNCH_CANCELLED", f"the launch was cancelled: {reason}")
+
+    # Its life.
+
+    async def _run(self) -> None:
+        try:
+            reason = await self._live()
+        except Exception:
+            log.exception("operation %s failed", self.row.name)
+            self.error = ServiceError(
+                Code.INTERNAL, "INTERNAL", "internal error; the log of the containerizer says more"
+            )
+            reason = "error"
+        await self._undo(reason)
+
+    async def _live(self) -> str:
+        """Applies and lives; returns the reason of its end."""
+        row = self.row
+        if row.phase is Phase.UNDOING or row.kind is Kind.CLEANUP:
+            return row.reason
+        if row.phase is Phase.INTENDED:
+            if self.recovering:
+                return "recovered"
+            try:
+                await self._apply()
+            except Interrupted:
+                return self.asked
+            except ServiceError as error:
+                self.error = error
+                return "error"
+            self.cancel_step = ""
+            self.started = True
+            self.changed()
+        self._arm("timeout", row.live.deadline)
+        self._arm("max_lifetime", row.live.lifetime)
+        if self.parts.tracer.enabled:
+            asyncio.get_running_loop().call_later(1.0, spans.emit_launch, self)
+        await self.until(lambda: self.exit or self.asked)
+        return "exit" if self.exit else self.asked
+
+    async def _apply(self) -> None:
+        row = self.row
+        if row.kind is Kind.CREATE:
+            await self._apply_cgroups()
+        else:
+            async with self._step("lease"):
+                acquired = await self._acquire()
+                await self._apply_cgroups()  # meanwhile
+                lease: sb.AcquireResponse = await self._race(acquired, LEASE_TIMEOUT_S, "lease")
+            async with self._step("spawn"):
+                await self._spawn(lease)
+        async with self._step("commit"):
+            self._commit()
+        if row.kind is Kind.LAUNCH:
+            async with self._step("open"):
+                self.opening = self.parts.spawner.order("OPEN", launch=row.id)
+                self._opened(await self._race(self.opening, OPEN_TIMEOUT_S, "open"))
+
+    async def _acquire(self) -> asyncio.Future[sb.AcquireResponse]:
+        link = self.parts.switchboard
+        if not link.session:
+            waiting = asyncio.ensure_future(link.wait_standing(LEASE_TIMEOUT_S))
+            try:
+                await self._race(waiting, LEASE_TIMEOUT_S + 1, "lease")
+            finally:
+                waiting.cancel()
+        self._session = link.session
+        begun = time.time_ns()
+        acquired = link.acquire(self.acquire)
+        self.closed_leases.discard(self.row.id)  # an earlier welcome could not list it
+        acquired.add_done_callback(lambda _: self.row.live.times.setdefault("lease", (begun, time.time_ns())))
+        self.acquire = sb.AcquireRequest()
+        return acquired
+
+    async def _apply_cgroups(self) -> None:
+        mine = [step for step in self.row.plan if step.kind in CGROUP_KINDS]
+        self.begun.update(step.name for step in mine)
+        prefix = f"containerizer.{self.row.kind}"
+        times: steps.Times = {}
+        await self.hop(lambda: steps.apply(mine, prefix, self._interrupted, times), CGROUP_TIMEOUT_S)
+        self.row.live.times.update(times)
+
+    async def _spawn(self, lease: sb.AcquireResponse) -> None:
+        order, self.launch_order = self.launch_order, {}
+        reply = await self._race(
+            self.parts.spawner.order(
+                "LAUNCH",
+                launch=self.row.id,
+                lease=self.row.id,
+                token=lease.token.hex(),
+                epoch=lease.epoch,
+                meta=self.row.meta(),
+                traceparent=self.row.trace,
+                timeout_ms=int(SPAWN_TIMEOUT_S * 1000),
+                gate_ms=GATE_MS,
+                **order,
+            ),
+            SPAWN_TIMEOUT_S + 0.5,
+            "spawn",
+        )
+        self.row.live.pid = int(reply["pid"])
+        self.row.live.start = int(reply["start"])
+
+    def _commit(self) -> None:
+        row = self.row
+        if row.kind is Kind.LAUNCH:
+            if self.parts.switchboard.session != self._session:
+                raise ServiceError(Code.UNAVAILABLE, "SWITCHBOARD_AWAY", "the session with the switchboard broke", 0.5)
+            now = time.clock_gettime(time.CLOCK_BOOTTIME)
+            row.live.deadline = now + row.timeout if row.timeout is not None else None
+            row.live.lifetime = now + row.max_lifetime if row.max_lifetime is not None else None
+            row.live.started = time.time_ns()
+            row.live.started_monotonic = time.monotonic_ns()
+        row.phase = Phase.COMMITTED
+        self.parts.journal.update(row)
+
+    def _opened(self, reply: dict[str, Any]) -> None:
+        live = self.row.live
+        live.opened = True
+        at = int((reply.get("times") or {}).get("exec") or time.monotonic_ns())
+        live.started_monotonic = at
+        live.started = time.time_ns() - max(0, time.monotonic_ns() - at)
+
+    def _arm(self, reason: str, at: float | None) -> None:
+        if at is not None:
+            delay = max(0.0, at - time.clock_gettime(time.CLOCK_BOOTTIME))
+            # The loop's clock stands still in a suspend; the next wake-up is soon enough.
+            self._timers.append(asyncio.get_running_loop().call_later(delay, self.ask, reason))
+
+    # Undo.
+
+    async def _undo(self, reason: str) -> None:
+        row = self.row
+        for timer in self._timers:
+            timer.cancel()
+        row.phase = Phase.UNDOING
+        row.reason = reason
+        self.recovering = False
+        self.undo_begun_ns = time.time_ns()
+        self._undo_begun = time.monotonic()
+        if self.exit is not None and self.record is None:
+            self.conclude()
+        else:
+            self._write()
+        backoff = Backoff(0.5, 30.0)
+        while True:
+            self._again = self.impatient = False
+            self.undo_budget, self._budget = self._budget_now(), None
+            self.left = await self._walk()
+            if not self.left and self._forget():
+                break
+            self.over = True
+            spans.emit_cleanup(self)
+            self.changed()
+            await self.until(lambda: self._again, backoff.next())
+            self.over = False
+        self.parts.registry.remove(self)
+        self.gone = self.over = True
+        self.changed()
+        if self.parts.tracer.enabled:
+            spans.emit_launch(self)
+            spans.emit_cleanup(self)
+
+    async def _walk(self) -> dict[str, str]:
+        walk = Walk(self, self.undo_budget)
+        try:
+            await walk.run()
+        except Exception:
+            # A bug. Nothing is forgotten: the row stays, and a later walk tries again.
+            log.exception("undo of %s failed", self.row.name)
+            walk.left["undo"] = "internal error; the log of the containerizer says more"
+        return walk.left
+
+    def conclude(self) -> None:
+        """Makes the record, once: after the exit, before the cgroups go, and before anybody is told."""
+        if self.record is not None:
+            return
+        assert self.exit is not None
+        counters = records.read_counters(self.parts.machine, self.row.name)
+        self.record = records.of_exit(self.row, self.exit, self.asked, counters)
+        self.row.record = self.record.SerializeToString()
+        self._write()
+        self.started = True
+        self.changed()
+
+    def _budget_now(self) -> float:
+        if self._budget is not None:
+            return self._budget
+        life = self.spec.lifecycle
+        asked = seconds(life.cleanup_budget) if life.HasField("cleanup_budget") else None
+        remaining = None if self._remaining_until is None else self._remaining_until - time.monotonic()
+        return self.parts.settings.budget_for(asked, remaining)
+
+    def _forget(self) -> bool:
+        """Row out, record in. False where the journal can't be written: then nothing is forgotten."""
+        row = self.row
+        ended = None
+        if row.kind is Kind.LAUNCH:
+            if self.record is None:
+                self.record = records.of_failure(row, self.error, "" if self.error else row.reason)
+            ended = self._ended(self.record)
+        try:
+            self.parts.journal.forget(row, ended)
+        except sqlite3.Error as error:
+            self.left = {"journal": str(error)}
+            return False
+        if row.live.opened:
+            self.parts.spawner.order("ACK", launch=row.id)
+        return True
+
+    def _ended(self, record: pb.Record) -> Ended:
+        row = self.row
+        container = pb.Container(
+            id=row.id,
+            name=row.name,
+            state=pb.Container.ENDED,
+            spec=self.spec,
+            lease_id=row.id,
+            labels=row.labels,
+            record=record,
+            command=row.command,
+        )
+        container.created.FromNanoseconds(row.created)
+        cleanup = self.cleanup()
+        cleanup.outcome = pb.Cleanup.CLEAN
+        return Ended(
+            row.id,
+            row.name,
+            row.request_id,
+            row.request_hash,
+            container.SerializeToString(),
+            cleanup.SerializeToString(),
+            row.live.pid,
+            row.live.opened,
+            spans.times_json(row.live.times | self.undo_times),
+        )
+
+    # Small parts.
+
+    @contextlib.asynccontextmanager
+    async def _step(self, name: str) -> AsyncIterator[None]:
+        point = f"containerizer.{self.row.kind}.{name}"
+        self.cancel_step = name
+        begun = time.time_ns()
+        try:
+            await failpoints.hold(point + ".before", self._interrupted)
+            self._check_asked()
+            self.begun.add(name)
+            yield
+            await failpoints.hold(point + ".after", self._interrupted)
+            self._check_asked()
+        except OrderFailed as error:
+            raise refusals.of_order(name, error) from error
+        except (OSError, sqlite3.Error) as error:
+            raise refusals.of_step(name, error) from error
+        finally:
+            self.row.live.times.setdefault(name, (begun, time.time_ns()))
+
+    async def _race(self, future: asyncio.Future[T], timeout: float, what: str) -> T:
+        """The future's result. Raises Interrupted when asked first, or UNAVAILABLE after `timeout` seconds."""
+        future.add_done_callback(lambda _: self.changed())
+        if not await self.until(lambda: future.done() or self.asked, timeout):
+            raise ServiceError(
+                Code.UNAVAILABLE, "STEP_TIMED_OUT", f"{what} took more than {timeout:g} s", 0.5, stage=what
+            )
+        self._check_asked()
+        return future.result()
+
+    async def hop(self, work: Callable[[], T], timeout: float) -> T:
+        """Runs it in a worker thread. One that does not come back in time is left to come back later."""
+        future = asyncio.get_running_loop().run_in_executor(self.parts.pool, work)
+        done, _ = await asyncio.wait((future,), timeout=timeout)
+        if not done:
+            future.add_done_callback(self._came_back)
+            self.stuck = future
+            self.ask("error")
+            raise ServiceError(
+                Code.UNAVAILABLE, "STEP_TIMED_OUT", f"a cgroup operation took more than {timeout:g} s", 0.5
+            )
+        return future.result()
+
+    def _came_back(self, future: asyncio.Future[Any]) -> None:
+        future.exception()  # seen
+        self.changed()
+
+    def _write(self) -> None:
+        """Phase and record; a full disk must not stop an undo, which is idempotent anyway."""
+        try:
+            self.parts.journal.update(self.row)
+        except sqlite3.Error as error:
+            log.error("the journal can't be written: %s", error)
+
+    def _interrupted(self) -> bool:
+        return bool(self.asked)
+
+    def _check_asked(self) -> None:
+        if self.asked:
+            raise Interrupted
+
+    def changed(self) -> None:
+        for watcher in self._watchers:
+            _wake(watcher)
+
+
+def _wake(watcher: asyncio.Future[None]) -> None:
+    if not watcher.done():
+        watcher.set_result(None)

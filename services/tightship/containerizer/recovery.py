@@ -1,0 +1,158 @@
+"""After a start: every container of the journal adopted or undone, each by itself and within its own bound.
+
+The truth of processes is the spawner's: what it told in its answer to HELLO, or, for a new spawner, finds by ADOPT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+from tightship.common.packets import Packet
+from tightship.containerizer import plan, steps
+from tightship.containerizer.journal import Kind, Phase, Row
+from tightship.containerizer.operations import Operation, Parts
+from tightship.containerizer.records import Exit
+from tightship.containerizer.spawner_link import OrderFailed
+from tightship.kernel import cgroup
+
+log = logging.getLogger(__name__)
+
+_ADOPT_TIMEOUT_S = 10.0
+
+
+def load(parts: Parts) -> list[Operation]:
+    """The containers of the journal, known and not begun: their names answer that they are under recovery."""
+    operations = [Operation(parts, row, recovering=True) for row in parts.journal.rows]
+    parts.journal.rows = []
+    for operation in operations:
+        parts.registry.add(operation)
+    return operations
+
+
+def begin(parts: Parts, operations: list[Operation], hello: Packet) -> list[asyncio.Task[None]]:
+    """Starts the recovery of each, in parallel; also of launches that only the spawner knows."""
+    launches = {str(launch["launch"]): launch for launch in hello.get("launches") or ()}
+    for launch in launches.values():
+        _rebuild(parts, operations, launch)
+    if parts.journal.rebuilt:
+        _rebuild_from_directories(parts, operations)
+    return [
+        asyncio.create_task(_recover(parts, operation, launches.get(operation.row.id)), name="recovery")
+        for operation in operations
+    ]
+
+
+async def _recover(parts: Parts, operation: Operation, launch: Packet | None) -> None:
+    row = operation.row
+    if row.kind is Kind.LAUNCH and row.phase is not Phase.INTENDED:
+        if launch is None and row.live.pid:
+            launch = await _adopt(parts, row)
+        state = launch.get("state") if launch is not None else None
+        if state == "exited" and launch is not None:
+            operation.on_exit(Exit.from_packet(launch))
+        elif state == "opened" and row.phase is Phase.COMMITTED:
+            operation.adopt()
+            if not row.detach:
+                grace = parts.settings.rejoin_grace if row.request_id else 0.0
+                asyncio.get_running_loop().call_later(grace, _cancel_unjoined, operation)
+        elif state == "opened":
+            row.live.opened = True
+        elif row.record or row.live.opened:
+            operation.on_exit(Exit("unknown"))
+        else:
+            # Never opened: its gate stayed shut, and the spawner has ended it.
+            operation.asked = operation.asked or "recovered"
+    elif row.kind is Kind.CREATE and row.phase is Phase.COMMITTED:
+        operation.adopt()
+    operation.start()
+
+
+async def _adopt(parts: Parts, row: Row) -> Packet | None:
+    """Asks a new spawner for a process of the one before, in terms of HELLO's list; None where it never ran."""
+    order = parts.spawner.order(
+        "ADOPT",
+        launch=row.id,
+        pid=row.live.pid,
+        start=row.live.start,
+        boot=parts.machine.boot,
+        pidns=parts.machine.pidns,
+        meta=row.meta(),
+    )
+    try:
+        answer = await asyncio.wait_for(order, _ADOPT_TIMEOUT_S)
+    except (TimeoutError, OrderFailed, ConnectionError) as error:
+        log.warning("%s can't be adopted: %s", row.name, error)
+        return {"state": "exited"}  # of unknown status; the walk kills what its cgroup holds
+    execed = bool(answer.get("execed", True))
+    if answer.get("alive") and execed:
+        return {"state": "opened"}
+    if not execed:
+        return None
+    return {**answer, "state": "exited"}
+
+
+def _cancel_unjoined(operation: Operation) -> None:
+    if not operation.waiters:
+        operation.ask("recovered")
+
+
+def _rebuild(parts: Parts, operations: list[Operation], launch: dict[str, Any]) -> None:
+    """A launch that the journal doesn't know: from its meta where it ran, else aborted."""
+    identity = str(launch["launch"])
+    if parts.registry.is_living(identity):
+        return
+    if launch.get("state") not in ("opened", "exited") or parts.journal.find_record(identity) is not None:
+        parts.spawner.order("ABORT", launch=identity, timeout_ms=2000)
+        return
+    try:
+        row = Row.from_meta(str(launch.get("meta")))
+        if row.id != identity or parts.registry.named(row.name) is not None:
+            raise ValueError("not ours")
+    except (ValueError, KeyError, TypeError):
+        log.error("launch %s has no meta of ours; it is ended", identity)
+        parts.spawner.order("KILL", launch=identity)
+        return
+    row.phase = Phase.COMMITTED
+    row.live.pid = int(launch.get("pid") or 0)
+    row.live.start = int(launch.get("start") or 0)
+    row.live.started = row.created
+    row.live.opened = True
+    _add(parts, operations, row)
+
+
+def _rebuild_from_directories(parts: Parts, operations: list[Operation]) -> None:
+    """Marked directories of a lost journal: a name with the same mark in every hierarchy was a container made by
+    Create, as far as anybody can tell, and is listed again; what is less than that is residue, and undone."""
+    for name, identities in sorted(marked(parts).items()):
+        if parts.registry.named(name) is not None:
+            continue
+        whole = len(identities) == len(parts.machine.hierarchies) and len(set(identities)) == 1
+        kind = Kind.CREATE if whole else Kind.CLEANUP
+        row = Row(id=identities[0], name=name, kind=kind, plan=plan.for_cleanup(parts.machine, name, identities[:1]))
+        row.phase = Phase.COMMITTED if whole else Phase.UNDOING
+        row.reason = "" if whole else "recovered"
+        if not parts.registry.is_living(row.id):
+            _add(parts, operations, row)
+
+
+def marked(parts: Parts) -> dict[str, list[str]]:
+    """Container ids in the marks below our bases, by name; one for each hierarchy that has the directory."""
+    found: dict[str, list[str]] = {}
+    for hierarchy in parts.machine.hierarchies:
+        for path in cgroup.tree(hierarchy.base):
+            identity = steps.identity_of(path)
+            if identity is not None:
+                found.setdefault("/" + os.path.relpath(path, hierarchy.base), []).append(identity)
+    return found
+
+
+def _add(parts: Parts, operations: list[Operation], row: Row) -> None:
+    parts.journal.intend(row)
+    operation = Operation(parts, row, recovering=True)
+    parts.registry.add(operation)
+    operations.append(operation)
+
+

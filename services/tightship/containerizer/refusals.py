@@ -1,0 +1,135 @@
+"""What a refused step means to the caller: the gRPC code, and stage, file, value, errno and field as metadata."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+
+import grpc
+
+from tightship.common.errors import Code, ServiceError, errno_name
+from tightship.containerizer.plan import Step
+from tightship.containerizer.spawner_link import OrderFailed
+
+
+def of_cgroup(step: Step, error: OSError) -> ServiceError:
+    """What a refused step means to the caller: code, and file, value, errno and field in the metadata."""
+    number = error.errno
+    if step.kind == "mkdir":
+        code, reason = _MKDIR_CODES.get(number or 0, (Code.INTERNAL, "CGROUP_FAILED"))
+        text = f"failed to make cgroup {step.target}: {error.strerror}"
+    elif step.kind == "write":
+        code, reason = _WRITE_CODES.get(number or 0, (Code.INTERNAL, "CGROUP_FAILED"))
+        text = f"failed to write {step.value!r} to {step.target}: {error.strerror} ({errno_name(number)})"
+    else:
+        code, reason = Code.INTERNAL, "CGROUP_FAILED"
+        text = f"failed to chown {step.target} to {step.value}: {error.strerror}"
+    return ServiceError(
+        code,
+        reason,
+        text,
+        None,
+        file=step.target,
+        value=step.value if step.kind != "mkdir" else None,
+        errno=errno_name(number),
+        field=step.field or None,
+        stage=step.name,
+    )
+
+
+_WRITE_CODES = {
+    errno.EINVAL: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
+    errno.ERANGE: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
+    errno.E2BIG: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
+    errno.EOVERFLOW: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
+    # A v1 cpuset that is not within its parent's.
+    errno.EACCES: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
+    errno.EBUSY: (Code.FAILED_PRECONDITION, "VALUE_REFUSED"),
+    errno.ENOSPC: (Code.FAILED_PRECONDITION, "VALUE_REFUSED"),
+    errno.EPERM: (Code.PERMISSION_DENIED, "VALUE_REFUSED"),
+    errno.ENOMEM: (Code.RESOURCE_EXHAUSTED, "VALUE_REFUSED"),
+    errno.EOPNOTSUPP: (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED"),
+    errno.ENOENT: (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED"),
+}
+_MKDIR_CODES = {
+    errno.EEXIST: (Code.ALREADY_EXISTS, "DIRECTORY_EXISTS"),
+    errno.ENOENT: (Code.FAILED_PRECONDITION, "PARENT_DIRECTORY_GONE"),
+    errno.EACCES: (Code.PERMISSION_DENIED, "CGROUP_FAILED"),
+    errno.EPERM: (Code.PERMISSION_DENIED, "CGROUP_FAILED"),
+    errno.ENOSPC: (Code.RESOURCE_EXHAUSTED, "CGROUP_FAILED"),
+    errno.ENOMEM: (Code.RESOURCE_EXHAUSTED, "CGROUP_FAILED"),
+    errno.EAGAIN: (Code.RESOURCE_EXHAUSTED, "CGROUP_FAILED"),
+}
+
+
+def of_order(stage: str, failed: OrderFailed) -> ServiceError:
+    """A launch that the spawner could not bring to READY, or a command that could not be executed."""
+    number = failed.errno
+    name = errno_name(number)
+    said = failed.message or _strerror(number)
+    if failed.stage == "exec":
+        code = _EXEC_CODES.get(number, Code.FAILED_PRECONDITION)
+        return ServiceError(
+            code,
+            "EXEC_FAILED",
+            f"the command can't be executed: {said}",
+            None,
+            stage="exec",
+            errno=name,
+            field="command[0]",
+        )
+    code, field = _STAGE_CODES.get(failed.stage, (None, None))
+    if code is None:
+        code = _ERRNO_CODES.get(number, Code.INTERNAL)
+    retry = 0.5 if code is Code.UNAVAILABLE else None
+    text = f"the launch failed at {stage} ({failed.stage}): {said}"
+    return ServiceError(code, "SPAWN_FAILED", text, retry, stage=failed.stage, errno=name, field=field)
+
+
+def of_step(stage: str, error: OSError | sqlite3.Error) -> ServiceError:
+    """A step that failed in this process."""
+    if isinstance(error, sqlite3.Error):
+        return ServiceError(
+            Code.RESOURCE_EXHAUSTED, "JOURNAL_FAILED", f"the journal can't be written: {error}", stage=stage
+        )
+    code = Code.UNAVAILABLE if isinstance(error, ConnectionError) else _ERRNO_CODES.get(error.errno or 0, Code.INTERNAL)
+    return ServiceError(
+        code, "STEP_FAILED", f"{stage} failed: {error}", None, stage=stage, errno=errno_name(error.errno)
+    )
+
+
+_EXEC_CODES = {
+    errno.ENOENT: Code.NOT_FOUND,
+    errno.ENOTDIR: Code.NOT_FOUND,
+    errno.EACCES: Code.PERMISSION_DENIED,
+    errno.EPERM: Code.PERMISSION_DENIED,
+    errno.E2BIG: Code.INVALID_ARGUMENT,
+}
+_STAGE_CODES: dict[str, tuple[grpc.StatusCode | None, str | None]] = {
+    "claim": (Code.UNAVAILABLE, None),
+    "bind": (Code.UNAVAILABLE, None),
+    "gate": (Code.UNAVAILABLE, None),
+    "aborted": (Code.CANCELLED, None),
+    "cwd": (None, "cwd"),
+    "hostname": (None, "virtual_host.virtual_hostname"),
+    "oom_score_adj": (None, "memory.eviction_priority"),
+}
+_ERRNO_CODES = {
+    errno.ENOENT: Code.NOT_FOUND,
+    errno.ENOTDIR: Code.NOT_FOUND,
+    errno.EACCES: Code.PERMISSION_DENIED,
+    errno.EPERM: Code.PERMISSION_DENIED,
+    errno.EAGAIN: Code.RESOURCE_EXHAUSTED,
+    errno.ENOMEM: Code.RESOURCE_EXHAUSTED,
+    errno.EMFILE: Code.RESOURCE_EXHAUSTED,
+    errno.ENFILE: Code.RESOURCE_EXHAUSTED,
+    errno.ENOSPC: Code.RESOURCE_EXHAUSTED,
+    errno.EINVAL: Code.INTERNAL,
+    errno.ETIMEDOUT: Code.UNAVAILABLE,
+    errno.ECONNRESET: Code.UNAVAILABLE,
+}
+
+
+def _strerror(number: int) -> str:
+    return os.strerror(number) if number else "unknown error"

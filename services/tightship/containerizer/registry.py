@@ -1,0 +1,69 @@
+"""The containers there are, in memory: by id, by name with their tree, and by request id."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tightship.containerizer import names
+
+if TYPE_CHECKING:
+    from tightship.containerizer.operations import Operation
+
+
+class Registry:
+    """Changed on the event loop alone; `is_living` is also asked by worker threads."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Operation] = {}
+        self._by_name: dict[str, Operation] = {}
+        self._by_request: dict[str, Operation] = {}
+        self._children: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def add(self, operation: Operation) -> None:
+        row = operation.row
+        assert row.name not in self._by_name and row.id not in self.by_id
+        self.by_id[row.id] = operation
+        self._by_name[row.name] = operation
+        if row.request_id:
+            self._by_request[row.request_id] = operation
+        self._children.setdefault(names.parent(row.name), set()).add(row.name)
+
+    def remove(self, operation: Operation) -> None:
+        row = operation.row
+        del self.by_id[row.id]
+        del self._by_name[row.name]
+        if row.request_id and self._by_request.get(row.request_id) is operation:
+            del self._by_request[row.request_id]
+        parent = names.parent(row.name)
+        siblings = self._children[parent]
+        siblings.discard(row.name)
+        if not siblings:
+            del self._children[parent]
+
+    def named(self, name: str) -> Operation | None:
+        return self._by_name.get(name)
+
+    def requested(self, request_id: str) -> Operation | None:
+        return self._by_request.get(request_id) if request_id else None
+
+    def find(self, name_or_id: str) -> Operation | None:
+        """A name starts with "/", an id never does."""
+        return self._by_name.get(name_or_id) if name_or_id.startswith("/") else self.by_id.get(name_or_id)
+
+    def children(self, name: str) -> list[Operation]:
+        """Directly below."""
+        return [self._by_name[each] for each in sorted(self._children.get(name, ()))]
+
+    def below(self, name: str) -> list[Operation]:
+        """At every depth below; parents before their children."""
+        found = []
+        for child in self.children(name):
+            found.append(child)
+            found += self.below(child.row.name)
+        return found
+
+    def is_living(self, identity: str) -> bool:
+        return identity in self.by_id

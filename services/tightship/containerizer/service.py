@@ -1,0 +1,478 @@
+"""The gRPC face: a handler owns nothing. It starts or joins an operation, waits, and at its end only asks.
+
+Handlers answer from memory, the journal and a few control files; none waits for a peer without a bound, and List and Get
+never wait. CancelledError always goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from tightship.common.errors import Code, ServiceError, invalid
+from tightship.common.serving import Serving
+from tightship.containerizer import admission, audit, describe, names, requests, spec
+from tightship.containerizer.journal import Ended, Kind
+from tightship.containerizer.operations import Operation, Parts
+from tightship.containerizer.recovery import marked
+from tightship.containerizer.spawner_link import OrderFailed
+from tightship.kernel import cgroup
+from tightship.v1 import containerizer_pb2 as pb
+from tightship.v1 import containerizer_pb2_grpc
+from tightship.v1 import switchboard_pb2 as sb
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# A call with so little time left has met its deadline, not a cancel.
+_EXPIRED_S = 0.05
+_READY_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
+    """Handlers of ContainerizerService."""
+
+    def __init__(self, parts: Parts, serving: Serving) -> None:
+        self._parts = parts
+        self._serving = serving
+        self.ready = asyncio.Event()
+        """Set when the spawner is there and recovery has begun."""
+        self.stopping = asyncio.Event()
+        self._audits = audit.Audits(parts)
+
+    async def Launch(self, request: pb.LaunchRequest, context: Any) -> AsyncIterator[pb.LaunchResponse]:
+        async with self._call(context, "Launch", request) as trace:
+            await self._mutating()
+            operation = await self._launch_or_join(request, context, trace)
+            if isinstance(operation, Ended):
+                for response in _replay(operation, request.detach):
+                    yield response
+                return
+            joined = operation.waiters > 0 or operation.started
+            operation.join()
+            reason = "client_cancelled"
+            try:
+                await operation.until(lambda: (operation.started and operation.error is None) or operation.over)
+                if operation.error is not None or not operation.started:
+                    raise operation.failure()
+                yield pb.LaunchResponse(
+                    started=describe.started(operation, joined=joined, with_limits=request.report_in_force)
+                )
+                if request.detach:
+                    return
+                await operation.until(lambda: operation.record or operation.over)
+                if operation.record is not None:
+                    yield pb.LaunchResponse(exited=pb.LaunchResponse.Exited(record=operation.record))
+                await operation.until(lambda: operation.over)
+                if not operation.gone:
+                    raise _pending(operation.cleanup(), operation.row.name)
+                yield pb.LaunchResponse(gone=pb.LaunchResponse.Gone(cleanup=operation.cleanup()))
+            except asyncio.CancelledError:
+                reason = _why(context)
+                raise
+            finally:
+                operation.leave(reason)
+
+    async def _launch_or_join(self, request: pb.LaunchRequest, context: Context, trace: str) -> Operation | Ended:
+        while True:
+            known = self._parts.registry.requested(request.request_id)
+            if known is None:
+                if request.request_id:
+                    requests.check_request_id(request.request_id)
+                    ended = self._parts.journal.find_request(request.request_id)
+                    if ended is not None and ended.ran:
+                        _check_same(ended.request_hash, request)
+                        return ended
+                operation = admission.launch(self._parts, request, context.time_remaining(), trace)
+                operation.start()
+                return operation
+            _check_same(known.row.request_hash, request)
+            if known.started or not known.closing:
+                return known
+            # Being undone without having run: the name is free afterwards.
+            await known.until(lambda known=known: known.over or known.started)  # type: ignore[misc]
+            if known.over and not known.gone:
+                raise _pending(known.cleanup(), known.row.name)
+
+    async def Create(self, request: pb.CreateRequest, context: Any) -> pb.CreateResponse:
+        async with self._call(context, "Create", request) as trace:
+            await self._mutating()
+            requests.check_request_id(request.request_id)
+            requests.check_labels(request.labels)
+            name = names.container(request.name)
+            given = spec.parse(request.spec)
+            spec.refuse_virtual_host(given, "with Create yet")
+            known = self._parts.registry.requested(request.request_id)
+            if known is not None:
+                _check_same(known.row.request_hash, request)
+                await self._made(known, context)
+                return pb.CreateResponse(container=describe.living(known, with_limits=True))
+            made: list[Operation] = []
+            try:
+                if request.parents:
+                    for above in reversed(names.lineage(name)):
+                        if self._parts.registry.named(above) is None:
+                            made.append(admission.create(self._parts, request, above, spec.parse(pb.SpecInput()), trace))
+                            made[-1].start()
+                            await self._made(made[-1], context)
+                operation = admission.create(self._parts, request, name, given, trace)
+                operation.start()
+                await self._made(operation, context)
+            except BaseException as error:
+                kept = self._take_back(made)
+                if isinstance(error, ServiceError) and made:
+                    error.metadata["parents_kept"] = " ".join(kept)
+                raise
+            return pb.CreateResponse(
+                container=describe.living(operation, with_limits=True), parents_made=[each.row.name for each in made]
+            )
+
+    async def _made(self, operation: Operation, context: Context) -> None:
+        """Waits for a Create to be committed. Raises why it failed."""
+        operation.join()
+        reason = "client_cancelled"
+        try:
+            await operation.until(lambda: operation.started or operation.over)
+            if not operation.started:
+                raise operation.failure()
+        except asyncio.CancelledError:
+            reason = _why(context)
+            raise
+        finally:
+            if operation.started:
+                operation.waiters -= 1
+            else:
+                operation.leave(reason)
+
+    def _take_back(self, made: list[Operation]) -> list[str]:
+        """Destroys the parents that a failed Create made and nobody uses; names of the others."""
+        kept = []
+        for operation in reversed(made):
+            below = self._parts.registry.below(operation.row.name)
+            if all(child.closing for child in below):
+                operation.ask("error")
+            else:
+                kept.append(operation.row.name)
+        return kept
+
+    async def Destroy(self, request: pb.DestroyRequest, context: Any) -> pb.DestroyResponse:
+        async with self._call(context, "Destroy", request):
+            await self._mutating()
+            operation = self._living(request.name)
+            if not request.force and not operation.closing:
+                self._check_unused(operation)
+            budget = self._budget(request, operation, context)
+            return pb.DestroyResponse(cleanup=await self._destroy(operation, "destroy", budget))
+
+    def _check_unused(self, operation: Operation) -> None:
+        name = operation.row.name
+        children = self._parts.registry.children(name)
+        why = ""
+        if children:
+            why = f"it has {len(children)} containers below, {children[0].row.name} first"
+        elif operation.row.kind is Kind.LAUNCH:
+            why = f"its main process {operation.row.live.pid} runs"
+        elif cgroup.populated(self._parts.machine.tracker.path(name)):
+            why = "it has processes"
+        if why:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION, "IN_USE", f"{name} is not destroyed: {why}; use force", None, name=name
+            )
+
+    async def _destroy(self, operation: Operation, reason: str, budget: float) -> pb.Cleanup:
+        """Asks for the end of the tree, waits for the budget; its Cleanup. Raises DEADLINE_EXCEEDED."""
+        for each in (operation, *self._parts.registry.below(operation.row.name)):
+            each.ask(reason, budget)
+        await operation.until(lambda: operation.over, budget + 0.5)
+        if not operation.gone:
+            raise _pending(operation.cleanup(), operation.row.name)
+        return operation.cleanup()
+
+    async def Cleanup(self, request: pb.CleanupRequest, context: Any) -> pb.CleanupResponse:
+        async with self._call(context, "Cleanup", request) as trace:
+            await self._mutating()
+            if bool(request.name) == request.all:
+                raise invalid("name", "give a name, or all", "MISSING")
+            budget = self._budget(request, None, context)
+            if request.all:
+                return pb.CleanupResponse(cleanup=await self._cleanup_all(budget, trace))
+            name = names.container(request.name)
+            deadline = time.monotonic() + budget
+            total = pb.Cleanup(outcome=pb.Cleanup.CLEAN)
+            operation = self._parts.registry.named(name)
+            if operation is not None:
+                if operation.recovering:
+                    raise admission.recovering(name)
+                _add(total, await self._destroy(operation, "cleanup", budget))
+            rest = admission.cleanup(self._parts, name, trace)
+            if rest is not None:
+                rest.start()
+                _add(total, await self._destroy(rest, "cleanup", max(0.1, deadline - time.monotonic())))
+                total.left.extend(_foreign(self._parts, name))
+            total.budget.FromNanoseconds(int(budget * 1e9))
+            return pb.CleanupResponse(cleanup=total)
+
+    async def _cleanup_all(self, budget: float, trace: str) -> pb.Cleanup:
+        """The residue of all names; what lives stays."""
+        parts = self._parts
+        deadline = time.monotonic() + budget
+        total = pb.Cleanup(outcome=pb.Cleanup.CLEAN)
+        total.budget.FromNanoseconds(int(budget * 1e9))
+        walks = []
+        for name in sorted(marked(parts), reverse=True):
+            if parts.registry.named(name) is None and (walk := admission.cleanup(parts, name, trace)) is not None:
+                walk.start()
+                walks.append(walk)
+        with contextlib.suppress(ServiceError, TimeoutError):
+            listed: sb.ListLeasesResponse = await asyncio.wait_for(parts.switchboard.list(), _ANSWER_TIMEOUT_S)
+            for lease in listed.leases:
+                if lease.state != sb.Lease.CLOSED and not parts.registry.is_living(lease.lease_id):
+                    await asyncio.wait_for(parts.switchboard.release(lease.lease_id, "cleanup"), _ANSWER_TIMEOUT_S)
+                    total.leases_closed += 1
+                    total.removed.append(f"lease {lease.lease_id}")
+        for walk in walks:
+            _add(total, await self._destroy(walk, "cleanup", max(0.1, deadline - time.monotonic())))
+        return total
+
+    async def Kill(self, request: pb.KillRequest, context: Any) -> pb.KillResponse:
+        async with self._call(context, "Kill", request):
+            await self._mutating()
+            number = spec.signal_number(request.signal or "KILL", "signal")
+            operation = self._living(request.name)
+            gone = ServiceError(
+                Code.FAILED_PRECONDITION, "NO_PROCESS", f"{operation.row.name} has no running main process", None
+            )
+            if operation.row.kind is not Kind.LAUNCH or operation.exit is not None or not operation.started:
+                raise gone
+            order = self._parts.spawner.order("SIGNAL", launch=operation.row.id, signal=number)
+            try:
+                await asyncio.wait_for(asyncio.shield(order), _ANSWER_TIMEOUT_S)
+            except OrderFailed:
+                raise gone from None
+            except (TimeoutError, ConnectionError) as error:
+                raise ServiceError(Code.UNAVAILABLE, "SPAWNER_AWAY", "the spawner does not answer", 0.5) from error
+            return pb.KillResponse()
+
+    async def Wait(self, request: pb.WaitRequest, context: Any) -> pb.WaitResponse:
+        async with self._call(context, "Wait", request):
+            name = self._name_or_id(request.name)
+            operation = self._parts.registry.find(name)
+            if operation is None or operation.row.kind is Kind.CLEANUP:
+                return pb.WaitResponse(record=describe.ended(self._record(name)).record)
+            if operation.row.kind is Kind.CREATE:
+                raise ServiceError(
+                    Code.FAILED_PRECONDITION, "NO_PROCESS", f"{operation.row.name} has no main process to wait for", None
+                )
+            stopping = asyncio.ensure_future(self.stopping.wait())
+            stopping.add_done_callback(lambda _: operation.changed())
+            try:
+                await operation.until(lambda: operation.record or stopping.done())
+            finally:
+                stopping.cancel()
+            if operation.record is None:
+                raise _shutting_down()
+            return pb.WaitResponse(record=operation.record)
+
+    async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
+        async with self._call(context, "Get", request):
+            name = self._name_or_id(request.name)
+            operation = self._parts.registry.find(name)
+            if operation is not None:
+                return pb.GetResponse(container=describe.living(operation, with_limits=True))
+            return pb.GetResponse(container=describe.ended(self._record(name)))
+
+    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        async with self._call(context, "List", request):
+            registry = self._parts.registry
+            top = names.normalize(request.name) if request.name else "/"
+            itself = registry.named(top)
+            found = registry.below(top) if request.recursive else registry.children(top)
+            if itself is not None:
+                found = [itself, *found]
+            containers = [describe.living(each, with_limits=False) for each in found]
+            if request.records:
+                for record in self._parts.journal.all_records():
+                    if top in ("/", record.name) or names.is_below(record.name, top):
+                        containers.append(describe.ended(record))
+            if not containers and top != "/" and itself is None and not request.records:
+                raise _not_found(top)
+            return pb.ListResponse(containers=containers)
+
+    async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
+        async with self._call(context, "Remove", request):
+            await self._mutating()
+            name = self._name_or_id(request.name)
+            gone = self._parts.journal.remove_records(name)
+            if not gone:
+                if self._parts.registry.find(name) is not None:
+                    raise ServiceError(
+                        Code.FAILED_PRECONDITION, "LIVING", f"{name} has not ended; destroy it first", None, name=name
+                    )
+                raise _not_found(name)
+            for lease in gone:
+                self._parts.switchboard.forget(lease)
+            return pb.RemoveResponse(records=len(gone))
+
+    async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
+        async with self._call(context, "Audit", request):
+            await self._mutating()
+            return await self._audits.run(fix=request.fix)
+
+    # What handlers share.
+
+    @contextlib.asynccontextmanager
+    async def _call(self, context: Context, method: str, request: Any) -> AsyncIterator[str]:
+        """Around a handler: errors to statuses, and the call's span; gives its traceparent."""
+        tracer = self._parts.tracer
+        async with self._serving.guard(context):
+            if not tracer.enabled:
+                requests.known(request)
+                yield ""
+                return
+            parent = tracer.traceparent_of(context.invocation_metadata())
+            trace = tracer.context(parent)
+            begun = time.time_ns()
+            status = "OK"
+            error: str | None = None
+            try:
+                requests.known(request)
+                yield trace
+            except ServiceError as failed:
+                status, error = failed.code.name, failed.message
+                raise
+            except (asyncio.CancelledError, GeneratorExit):
+                status = "DEADLINE_EXCEEDED" if _why(context) == "deadline_exceeded" else "CANCELLED"
+                error = status
+                raise
+            except Exception as failed:
+                status, error = "UNKNOWN", repr(failed)
+                raise
+            finally:
+                tracer.emit(
+                    trace,
+                    parent or None,
+                    f"tightship.v1.ContainerizerService/{method}",
+                    begun,
+                    time.time_ns(),
+                    kind="server",
+                    attributes={
+                        "rpc.system.name": "grpc",
+                        "rpc.method": f"tightship.v1.ContainerizerService/{method}",
+                        "rpc.response.status_code": status,
+                    },
+                    error=error,
+                )
+
+    async def _mutating(self) -> None:
+        """Raises UNAVAILABLE where nothing may be changed now."""
+        if self.stopping.is_set():
+            raise _shutting_down()
+        if not self.ready.is_set():
+            try:
+                await asyncio.wait_for(self.ready.wait(), _READY_TIMEOUT_S)
+            except TimeoutError:
+                raise ServiceError(Code.UNAVAILABLE, "SPAWNER_AWAY", "the spawner can't be reached", 1.0) from None
+
+    def _name_or_id(self, text: str) -> str:
+        if text and not text.startswith("/"):
+            if len(text) == 16 and all(char in "0123456789abcdef" for char in text):
+                return text
+            raise invalid("name", f"{text[:80]!r} is neither an absolute name nor an id", "BAD_NAME")
+        return names.container(text)
+
+    def _living(self, text: str) -> Operation:
+        """Raises NOT_FOUND, or UNAVAILABLE under recovery."""
+        name = self._name_or_id(text)
+        operation = self._parts.registry.find(name)
+        if operation is None:
+            raise _not_found(name)
+        if operation.recovering:
+            raise admission.recovering(operation.row.name)
+        return operation
+
+    def _record(self, name: str) -> Ended:
+        record = self._parts.journal.find_record(name)
+        if record is None:
+            raise _not_found(name)
+        return record
+
+    def _budget(
+        self, request: pb.DestroyRequest | pb.CleanupRequest, operation: Operation | None, context: Context
+    ) -> float:
+        asked = spec.duration(request, "budget", "budget", positive=True)
+        if asked is None and operation is not None:
+            life = operation.spec.lifecycle
+            asked = spec.seconds(life.cleanup_budget) if life.HasField("cleanup_budget") else None
+        return self._parts.settings.budget_for(asked, context.time_remaining())
+
+
+def _why(context: Context) -> str:
+    remaining = context.time_remaining()
+    return "deadline_exceeded" if remaining is not None and remaining <= _EXPIRED_S else "client_cancelled"
+
+
+def _check_same(known_hash: str, request: pb.LaunchRequest | pb.CreateRequest) -> None:
+    if known_hash != admission.hash_of(request):
+        raise ServiceError(
+            Code.ALREADY_EXISTS,
+            "REQUEST_ID_REUSED",
+            f"request_id {request.request_id} was used for another request",
+            None,
+            field="request_id",
+        )
+
+
+def _replay(ended: Ended, detach: bool) -> list[pb.LaunchResponse]:
+    """The events of what ran and is gone, from its record."""
+    record = describe.ended(ended).record
+    started = pb.LaunchResponse.Started(
+        id=ended.id, name=ended.name, lease_id=ended.id, pid=ended.pid, time=record.started, joined=True
+    )
+    responses = [pb.LaunchResponse(started=started)]
+    if not detach:
+        cleanup = pb.Cleanup.FromString(ended.cleanup)
+        responses.append(pb.LaunchResponse(exited=pb.LaunchResponse.Exited(record=record)))
+        responses.append(pb.LaunchResponse(gone=pb.LaunchResponse.Gone(cleanup=cleanup)))
+    return responses
+
+
+def _pending(cleanup: pb.Cleanup, name: str) -> ServiceError:
+    left = "; ".join(cleanup.left) or "still being closed"
+    error = ServiceError(
+        Code.DEADLINE_EXCEEDED,
+        "CLEANUP_PENDING",
+        f"the cleanup of {name} is not done within its budget and goes on: {left}"[:2000],
+        None,
+        name=name,
+    )
+    error.details.append(cleanup)
+    return error
+
+
+def _add(total: pb.Cleanup, part: pb.Cleanup) -> None:
+    total.removed.extend(part.removed)
+    total.left.extend(part.left)
+    total.processes_killed += part.processes_killed
+    total.cgroups_removed += part.cgroups_removed
+    total.leases_closed += part.leases_closed
+    total.took.FromNanoseconds(total.took.ToNanoseconds() + part.took.ToNanoseconds())
+
+
+def _foreign(parts: Parts, name: str) -> list[str]:
+    """Directories of the name that are not ours and stay."""
+    paths = [each.path(name) for each in parts.machine.hierarchies]
+    return [f"cgroup {path}: not made by us" for path in paths if os.path.isdir(path)]
+
+
+def _not_found(name: str) -> ServiceError:
+    return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no container {name}", None, name=name)
+
+
+def _shutting_down() -> ServiceError:
+    return ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the containerizer is shutting down", 1.0)

@@ -1,0 +1,175 @@
+"""The containerizer's end of spawner.sock: orders out, replies and events in.
+
+One non-blocking SEQPACKET connection on the event loop. There is no reconnecting: when it ends, the spawner has ended or
+has a newer client, and this process has no business any more; `ended` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tightship.common.packets import Packet, receive_packet, send_packet
+from tightship.kernel import fdpass
+
+VERSION = 1
+LOWEST = 1
+
+_OUTBOX_MAX = 4096
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class OrderFailed(Exception):
+    """The spawner answered `ok: false`."""
+
+    def __init__(self, stage: str, errno: int, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.errno = errno
+        self.message = message
+
+
+class VersionRefused(Exception):
+    """No protocol version in common."""
+
+
+class SpawnerLink:
+    """The connection. `on_event` gets every event packet; `ended` is set when the connection is over."""
+
+    def __init__(self, path: Path, on_event: Callable[[Packet], None]) -> None:
+        self._path = path
+        self._on_event = on_event
+        self._sock: socket.socket | None = None
+        self._replies: dict[int, asyncio.Future[Packet]] = {}
+        self._next = 1
+        self._outbox: collections.deque[Packet] = collections.deque()
+        self.ended = asyncio.Event()
+
+    async def connect(self) -> Packet:
+        """Connects and says HELLO; its answer. Raises OSError, VersionRefused, or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                while True:
+                    try:
+                        sock.connect(os.fspath(self._path))  # a Unix socket connects at once or not at all
+                        break
+                    except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                        await asyncio.sleep(0.02)
+                if fdpass.peer(sock).uid != os.geteuid():
+                    raise PermissionError("the spawner has another uid than we")
+                self._sock = sock
+                loop.add_reader(sock.fileno(), self._readable)
+                try:
+                    return await self.order("HELLO", version=VERSION, lowest=LOWEST)
+                except OrderFailed as error:
+                    raise VersionRefused(error.message) from error
+        except BaseException:
+            if self._sock is None:
+                sock.close()
+            self.close()
+            raise
+
+    def order(self, op: str, **fields: Any) -> asyncio.Future[Packet]:
+        """Sends an order at once; the future has its reply, or OrderFailed, or ConnectionError.
+
+        A future nobody waits for may be dropped.
+        """
+        future: asyncio.Future[Packet] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_retrieve)
+        number = self._next
+        self._next += 1
+        if self._sock is None:
+            future.set_exception(ConnectionError("the spawner's connection has ended"))
+            return future
+        self._replies[number] = future
+        future.add_done_callback(lambda _: self._replies.pop(number, None))
+        self._send({"id": number, "op": op, **fields})
+        return future
+
+    def close(self) -> None:
+        """Ends the connection; every order that waits fails."""
+        if self._sock is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock.fileno())
+            loop.remove_writer(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+        for future in list(self._replies.values()):
+            if not future.done():
+                future.set_exception(ConnectionError("the spawner's connection has ended"))
+        self.ended.set()
+
+    def _send(self, packet: Packet) -> None:
+        assert self._sock is not None
+        if self._outbox:
+            self._queue(packet)
+            return
+        try:
+            send_packet(self._sock, packet)
+        except BlockingIOError:
+            self._queue(packet)
+            asyncio.get_running_loop().add_writer(self._sock.fileno(), self._writable)
+        except OSError:
+            self.close()
+
+    def _queue(self, packet: Packet) -> None:
+        if len(self._outbox) >= _OUTBOX_MAX:
+            self.close()  # a spawner that reads nothing is no spawner
+        else:
+            self._outbox.append(packet)
+
+    def _writable(self) -> None:
+        assert self._sock is not None
+        try:
+            while self._outbox:
+                send_packet(self._sock, self._outbox[0])
+                self._outbox.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        asyncio.get_running_loop().remove_writer(self._sock.fileno())
+
+    def _readable(self) -> None:
+        for _ in range(64):  # then let the loop look at others
+            if self._sock is None:
+                return
+            try:
+                packet = receive_packet(self._sock)
+            except BlockingIOError:
+                return
+            except (OSError, fdpass.FramingError):
+                packet = None
+            if packet is None:
+                self.close()
+                return
+            self._dispatch(packet)
+
+    def _dispatch(self, packet: Packet) -> None:
+        number = packet.get("id")
+        if number == 0:
+            self._on_event(packet)
+            return
+        future = self._replies.get(number) if isinstance(number, int) else None
+        if future is None or future.done():
+            return
+        if packet.get("ok"):
+            future.set_result(packet)
+        else:
+            future.set_exception(
+                OrderFailed(str(packet.get("stage", "")), int(packet.get("errno") or 0), str(packet.get("message", "")))
+            )
+
+
+def _retrieve(future: asyncio.Future[Packet]) -> None:
+    """Marks the exception as seen: whoever raced the order may have gone."""
+    if not future.cancelled():
+        future.exception()

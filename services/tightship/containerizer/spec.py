@@ -1,0 +1,244 @@
+"""Specs as callers give them: text or message in, a checked ContainerSpec out. Pure.
+
+A field that this version can't honour is refused by name, never ignored; so is one that the schema doesn't know. What
+only the kernel can judge (memory.swap_limit below memory.limit) is left to the kernel.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from google.protobuf import text_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from tightship.common.errors import Code, ServiceError, invalid
+from tightship.v1 import containerizer_pb2 as pb
+from tightship.v1 import spec_pb2
+
+# Everything that is honoured; what is set and not here is refused.
+_HONOURED = frozenset(
+    {
+        "owner",
+        "owner_group",
+        "children_limit",
+        "cpu.limit",
+        "cpu.max_limit",
+        "cpu.scheduling_latency",
+        "cpu.mask.data",
+        "memory.limit",
+        "memory.swap_limit",
+        "memory.swap_only",
+        "memory.reservation",
+        "memory.eviction_priority",
+        "tasks.limit",
+        "virtual_host.virtual_hostname",
+        "virtual_host.network",
+        "lifecycle.stop_signal",
+        "lifecycle.grace",
+        "lifecycle.cleanup_budget",
+    }
+)
+
+# sched_group_set_shares clamps to 2^18 silently; in milli-CPU.
+_CPU_LIMIT_MAX = 256_000
+_CPU_MAX_LIMIT_MIN = 10
+_MASK_WORDS_MAX = 128
+_ID_MAX = 2**32 - 2
+_INT64_MAX = 2**63 - 1
+# HOST_NAME_MAX, sethostname(2).
+_HOSTNAME_MAX = 64
+_SIGNAL_MAX = 64
+
+
+def parse(given: pb.SpecInput) -> spec_pb2.ContainerSpec:
+    """The spec, checked. Raises INVALID_ARGUMENT (field; line and column for text) or UNIMPLEMENTED (field)."""
+    form = given.WhichOneof("form")
+    spec = spec_pb2.ContainerSpec()
+    if form == "text":
+        spec = _from_text(given.text)
+    elif form == "spec":
+        spec.CopyFrom(given.spec)
+    _refuse_unknown(given, "")
+    _refuse_unhonoured(spec)
+    _check(spec)
+    return spec
+
+
+def refuse_virtual_host(spec: spec_pb2.ContainerSpec, where: str) -> None:
+    """For the places that can't have namespaces yet. Raises UNIMPLEMENTED naming virtual_host."""
+    if spec.HasField("virtual_host"):
+        raise unimplemented("virtual_host", f"is not supported {where}")
+
+
+def unimplemented(field: str, why: str) -> ServiceError:
+    """UNIMPLEMENTED naming the field."""
+    return ServiceError(Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED", f"{field} {why}", None, field=field)
+
+
+def signal_number(text: str, field: str) -> int:
+    """ "TERM", "SIGTERM" or "15" as a number, 1 to 64. Raises INVALID_ARGUMENT naming `field`."""
+    word = text.strip().upper()
+    if word.isascii() and word.isdigit():
+        number = int(word[:4])
+        if 1 <= number <= _SIGNAL_MAX:
+            return number
+    else:
+        known = signal.Signals.__members__.get(word if word.startswith("SIG") else "SIG" + word)
+        if known is not None:
+            return int(known)
+    raise invalid(field, f"{text[:40]!r} is no signal: give a name like TERM or a number from 1 to {_SIGNAL_MAX}")
+
+
+def cpu_list(words: list[int]) -> str:
+    """The kernel's list format ("0-2,5") for a bitmap, most significant word first; "" for an empty one."""
+    bits = 0
+    for word in words:
+        bits = bits << 64 | word
+    parts = []
+    cpu = 0
+    while bits >> cpu:
+        if bits >> cpu & 1:
+            first = cpu
+            while bits >> (cpu + 1) & 1:
+                cpu += 1
+            parts.append(str(first) if first == cpu else f"{first}-{cpu}")
+        cpu += 1
+    return ",".join(parts)
+
+
+def seconds(duration: Any) -> float:
+    """A google.protobuf.Duration in seconds."""
+    return float(duration.seconds) + float(duration.nanos) / 1e9
+
+
+def duration(message: Message, field: str, path: str, *, positive: bool) -> float | None:
+    """A Duration field in seconds, None where absent. Raises INVALID_ARGUMENT when negative, malformed or zero."""
+    if not message.HasField(field):
+        return None
+    given = getattr(message, field)
+    if abs(given.nanos) > 999_999_999 or abs(given.seconds) > 315_576_000_000:
+        raise invalid(path, "is out of the range of a Duration")
+    value = seconds(given)
+    if given.nanos < 0 or given.seconds < 0:
+        raise invalid(path, f"{value:g} s is negative")
+    if positive and not value:
+        raise invalid(path, "must be more than zero")
+    return value
+
+
+def unknown_field(message: Message, path: str = "") -> str | None:
+    """The path of the first field in the message, at any depth, that the schema doesn't have."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        return f"{path}{unknown[0].field_number}"
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for each in value if field.is_repeated else (value,):
+            found = unknown_field(each, f"{path}{field.name}.")
+            if found is not None:
+                return found
+    return None
+
+
+def _from_text(text: str) -> spec_pb2.ContainerSpec:
+    spec = spec_pb2.ContainerSpec()
+    try:
+        text_format.Parse(text, spec)
+    except text_format.ParseError as error:
+        line, column = error.GetLine(), error.GetColumn()
+        raise ServiceError(
+            Code.INVALID_ARGUMENT, "BAD_SPEC", f"spec: {error}", None, field="spec", line=line, column=column
+        ) from None
+    except (DecodeError, ValueError, RecursionError) as error:
+        raise invalid("spec", str(error), "BAD_SPEC") from None
+    return spec
+
+
+def _refuse_unknown(message: Message, path: str) -> None:
+    found = unknown_field(message, path)
+    if found is not None:
+        raise invalid(found, "no such field in this version", "UNKNOWN_FIELD")
+
+
+def _set_fields(message: Message, path: str = "") -> Iterator[tuple[str, FieldDescriptor]]:
+    """Every field that is set, down to the honoured ones and to leaves."""
+    for field, value in message.ListFields():
+        here = path + field.name
+        if here in _HONOURED or field.message_type is None or field.is_repeated:
+            yield here, field
+        elif value.ListFields():
+            yield from _set_fields(value, here + ".")
+        elif not any(each.startswith(here + ".") for each in _HONOURED):
+            yield here, field
+
+
+def _refuse_unhonoured(spec: spec_pb2.ContainerSpec) -> None:
+    for path, _ in _set_fields(spec):
+        if path not in _HONOURED:
+            raise unimplemented(path, "is not supported by this version")
+
+
+def _check(spec: spec_pb2.ContainerSpec) -> None:
+    for name in ("owner", "owner_group"):
+        if spec.HasField(name):
+            _within(name, getattr(spec, name), 0, _ID_MAX)
+    if spec.HasField("children_limit"):
+        _within("children_limit", spec.children_limit, 0, _INT64_MAX)
+    _check_cpu(spec.cpu)
+    _check_memory(spec.memory)
+    if spec.tasks.HasField("limit"):
+        _within("tasks.limit", spec.tasks.limit, -1, _INT64_MAX)
+    hostname = spec.virtual_host.virtual_hostname
+    if len(hostname.encode()) > _HOSTNAME_MAX or "\0" in hostname:
+        raise invalid("virtual_host.virtual_hostname", f"is over {_HOSTNAME_MAX} bytes, or has a NUL byte")
+    if spec.lifecycle.HasField("stop_signal"):
+        signal_number(spec.lifecycle.stop_signal, "lifecycle.stop_signal")
+    duration(spec.lifecycle, "grace", "lifecycle.grace", positive=False)
+    duration(spec.lifecycle, "cleanup_budget", "lifecycle.cleanup_budget", positive=True)
+
+
+def _check_cpu(cpu: spec_pb2.CpuSpec) -> None:
+    if cpu.HasField("limit"):
+        _within("cpu.limit", cpu.limit, 0, _CPU_LIMIT_MAX)
+    if cpu.HasField("max_limit"):
+        _within("cpu.max_limit", cpu.max_limit, _CPU_MAX_LIMIT_MIN, _INT64_MAX)
+    if cpu.HasField("scheduling_latency"):
+        given = cpu.scheduling_latency
+        if given not in spec_pb2.SchedulingLatency.values() or not given:
+            raise invalid("cpu.scheduling_latency", f"{given} is none of its values")
+        if given in (spec_pb2.PRIORITY, spec_pb2.PREMIER):
+            raise unimplemented(
+                "cpu.scheduling_latency", f"{spec_pb2.SchedulingLatency.Name(given)} can't be honoured by this kernel"
+            )
+    if cpu.HasField("mask"):
+        if len(cpu.mask.data) > _MASK_WORDS_MAX:
+            raise invalid("cpu.mask.data", f"has more than {_MASK_WORDS_MAX} words")
+        if not any(cpu.mask.data):
+            raise invalid("cpu.mask.data", "names no CPU")
+
+
+def _check_memory(memory: spec_pb2.MemorySpec) -> None:
+    for name in ("limit", "swap_limit"):
+        if memory.HasField(name):
+            _within(f"memory.{name}", getattr(memory, name), -1, _INT64_MAX)
+    for name in ("swap_only", "reservation"):
+        if memory.HasField(name):
+            _within(f"memory.{name}", getattr(memory, name), 0, _INT64_MAX)
+    if memory.HasField("eviction_priority"):
+        _within("memory.eviction_priority", memory.eviction_priority, 0, 10_000)
+    if memory.HasField("swap_only"):
+        if memory.HasField("swap_limit"):
+            raise invalid("memory.swap_only", "excludes memory.swap_limit")
+        if not memory.HasField("limit") or memory.limit < 0:
+            raise invalid("memory.swap_only", "needs a memory.limit")
+        _within("memory.swap_only", memory.swap_only, 0, _INT64_MAX - memory.limit)
+
+
+def _within(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise invalid(field, f"{value} is not within {low} to {high}", "OUT_OF_RANGE", value=value)

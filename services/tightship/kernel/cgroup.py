@@ -1,0 +1,307 @@
+"""The cgroup file system: where it is mounted, directories that carry our mark, control files, and killing and
+removing what is inside one.
+
+Everything blocks and is called from worker threads. Nothing here knows a container: a mark is text, and whether a
+directory inside may be taken is the caller's to say. Sources: cgroups(7); Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/*.rst of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+# The kernel lets only CAP_SYS_ADMIN of the first user namespace use `trusted.`; `user.` works on v2 since 5.7.
+_ATTRIBUTES = ("trusted.tightship", "user.tightship")
+
+# A directory of ours has the sticky bit from the mkdir itself, so that a crash before the mark leaves a trace.
+_MODE = 0o1755
+
+_PAUSES_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mounted hierarchy. `controllers` of v1 are its names ("cpu", "cpuacct"); of v2 what it offers."""
+
+    path: str
+    version: int
+    controllers: frozenset[str]
+    writable: bool
+
+
+def mounts(mountinfo: str = "/proc/self/mountinfo") -> list[Mount]:
+    """Every cgroup mount this process sees: proc_pid_mountinfo(5). Named v1 hierarchies have no controller."""
+    found = []
+    with open(mountinfo) as file:
+        for line in file:
+            head, _, tail = line.partition(" - ")
+            fs_type, _source, super_options = tail.split()[:3]
+            if fs_type not in ("cgroup", "cgroup2"):
+                continue
+            words = head.split()
+            path = words[4].encode().decode("unicode_escape")
+            writable = "ro" not in words[5].split(",") and "ro" not in super_options.split(",")
+            if fs_type == "cgroup2":
+                names = _words(os.path.join(path, "cgroup.controllers"))
+                found.append(Mount(path, 2, frozenset(names), writable))
+            else:
+                plain = {"rw", "ro", "xattr", "noprefix", "clone_children", "none"}
+                names = [word for word in super_options.split(",") if word not in plain and "=" not in word]
+                found.append(Mount(path, 1, frozenset(names), writable))
+    return found
+
+
+def make(path: str, mark: str) -> None:
+    """Makes the directory and marks it. Raises OSError; FileExistsError where there is one, which is left alone."""
+    os.mkdir(path, _MODE)
+    for attribute in _ATTRIBUTES:
+        try:
+            os.setxattr(path, attribute, mark.encode())
+            return
+        except OSError as error:
+            if attribute == _ATTRIBUTES[-1] or error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                raise
+
+
+def mark_of(path: str) -> str | None:
+    """The mark on the directory, None where there is none. Raises FileNotFoundError."""
+    for attribute in _ATTRIBUTES:
+        try:
+            return os.getxattr(path, attribute).decode(errors="replace")
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise
+    return None
+
+
+def is_unfinished(path: str) -> bool:
+    """Whether it is what a crash between our mkdir and our mark leaves: no mark, the sticky bit, our uid, empty."""
+    try:
+        status = os.stat(path)
+        return (
+            bool(status.st_mode & stat.S_ISVTX)
+            and status.st_uid == os.geteuid()
+            and mark_of(path) is None
+            and not processes(path)
+            and not children(path)
+        )
+    except OSError:
+        return False
+
+
+def read(path: str) -> str:
+    """A control file's content without its last newline. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(fd, 65536):
+            parts.append(part)
+    finally:
+        os.close(fd)
+    return b"".join(parts).decode(errors="replace").rstrip("\n")
+
+
+def write(path: str, value: str) -> None:
+    """Writes a control file in one write(2), as the kernel asks. Raises OSError, the refusal of the kernel."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, value.encode())
+    finally:
+        os.close(fd)
+
+
+def keyed(path: str, key: str) -> int | None:
+    """The number after `key` in a flat keyed file such as cpu.stat; None where file or key is absent."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in read(path).splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return None
+
+
+def number(path: str) -> int | None:
+    """The one number a control file holds; None where it is absent or holds none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(read(path))
+    return None
+
+
+def processes(path: str) -> list[int]:
+    """Pids in this cgroup alone; empty when it is gone. Those of another pid namespace read 0."""
+    try:
+        return [int(word) for word in read(os.path.join(path, "cgroup.procs")).split()]
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENODEV):
+            return []
+        if error.errno == errno.EOPNOTSUPP:  # a threaded cgroup: its processes are listed by the domain above
+            return []
+        raise
+
+
+def children(path: str) -> list[str]:
+    """Names of the cgroups directly below; empty when it is gone."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return []
+
+
+def tree(path: str) -> Iterator[str]:
+    """The cgroup and all below it, deepest first."""
+    for name in children(path):
+        yield from tree(os.path.join(path, name))
+    yield path
+
+
+def populated(path: str) -> bool:
+    """Whether a live process is in the cgroup or below."""
+    told = keyed(os.path.join(path, "cgroup.events"), "populated")
+    if told is not None:
+        return bool(told)
+    return any(processes(each) for each in tree(path))
+
+
+def kill(path: str, spare: Callable[[str], bool] = lambda _path: False) -> int:
+    """Kills once what is in the cgroup and below, but for trees whose path `spare` takes; how many were listed.
+
+    cgroup.kill where the kernel has it (5.14) and nothing is spared; else each frozen cgroup's processes by pidfd: opened, listed
+    again, signalled only when still listed, so that a recycled pid is never hit. Not waited for. Raises OSError.
+    """
+    listed = 0
+    whole = True
+    for each in _spared_walk(path, spare):
+        if each is None:
+            whole = False
+        else:
+            listed += len(processes(each))
+    if not listed:
+        return 0
+    switch = os.path.join(path, "cgroup.kill")
+    if whole and os.path.exists(switch):
+        write(switch, "1")
+        return listed
+    for each in _spared_walk(path, spare):
+        if each is not None:
+            _kill_frozen(each)
+    return listed
+
+
+@dataclass(slots=True)
+class Removal:
+    """What `remove` did. `left` says why a directory stayed, by path; empty when all is gone."""
+
+    removed: list[str] = field(default_factory=list)
+    killed: int = 0
+    left: dict[str, str] = field(default_factory=dict)
+    spared: bool = False
+
+
+def remove(path: str, deadline: float, spare: Callable[[str], bool] = lambda _path: False) -> Removal:
+    """Removes the cgroup with all inside it, deepest first: kills, then rmdir until it is not busy.
+
+    `deadline` is of time.monotonic(); one attempt is made in any case. Trees that `spare` takes stay, and what is above
+    them. Never raises OSError: `left` tells.
+    """
+    done = Removal()
+    attempt = 0
+    while True:
+        done.left.clear()
+        try:
+            _remove_once(path, spare, done)
+        except OSError as error:
+            done.left[path] = error.strerror or str(error)
+        pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
+        attempt += 1
+        if not done.left or done.spared or time.monotonic() + pause > deadline:
+            return done
+        time.sleep(pause)
+
+
+def _remove_once(path: str, spare: Callable[[str], bool], done: Removal) -> None:
+    try:
+        os.rmdir(path)  # nearly always it is empty: one call, no listing
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+    else:
+        done.removed.append(path)
+        return
+    done.killed += kill(path, spare)
+    for name in children(path):
+        below = os.path.join(path, name)
+        if spare(below):
+            done.left[below] = "belongs to a living container"
+            done.spared = True
+        else:
+            _remove_once(below, spare, done)
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        done.left[path] = error.strerror or str(error)
+    else:
+        done.removed.append(path)
+
+
+def _spared_walk(path: str, spare: Callable[[str], bool]) -> Iterator[str | None]:
+    """Like `tree`; None stands for a tree that was spared."""
+    for name in children(path):
+        below = os.path.join(path, name)
+        if spare(below):
+            yield None
+        else:
+            yield from _spared_walk(below, spare)
+    yield path
+
+
+def _kill_frozen(path: str) -> None:
+    with _frozen(path):
+        held: dict[int, int] = {}
+        try:
+            for pid in processes(path):
+                if pid > 0:
+                    with contextlib.suppress(OSError):
+                        held[pid] = os.pidfd_open(pid)
+            for pid in processes(path):
+                if pid in held:
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(held[pid], signal.SIGKILL)
+        finally:
+            for fd in held.values():
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def _frozen(path: str) -> Iterator[None]:
+    """Frozen while inside, where the hierarchy can freeze (v2, or v1's freezer): nothing forks between the lists."""
+    for name, on, off in (("cgroup.freeze", "1", "0"), ("freezer.state", "FROZEN", "THAWED")):
+        switch = os.path.join(path, name)
+        if os.path.exists(switch):
+            with contextlib.suppress(OSError):
+                write(switch, on)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    write(switch, off)
+            return
+    yield
+
+
+def _words(path: str) -> list[str]:
+    try:
+        return read(path).split()
+    except OSError:
+        return []
