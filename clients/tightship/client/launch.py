@@ -122,13 +122,19 @@ class AsyncLaunch:
             on_end=self._ended,
         )
 
+    def stdin(self) -> streams.AsyncInput:
+        """Standard input of a launch with `stdin`: what `write` and `close_stdin` use."""
+        if self._input is None:
+            self._input = streams.AsyncInput(self._client.switchboard, self.started.lease_id, self._metadata)
+        return self._input
+
     async def write(self, data: bytes) -> None:
         """To standard input. Raises BrokenPipeError when the process reads no more; TightshipError."""
-        await self._stdin().write(data)
+        await self.stdin().write(data)
 
     async def close_stdin(self) -> int:
         """End of file on standard input; the bytes that were taken. Raises BrokenPipeError, TightshipError."""
-        return await self._stdin().close()
+        return await self.stdin().close()
 
     async def kill(self, signal: str = "") -> None:
         """A signal to the main process: name or number; KILL when empty."""
@@ -265,8 +271,3 @@ class AsyncLaunch:
 
     def _ended(self, end: switchboard_pb2.AttachOutputResponse.AttachEnd) -> None:
         self.output_end = end
-
-    def _stdin(self) -> streams.AsyncInput:
-        if self._input is None:
-            self._input = streams.AsyncInput(self._client.switchboard, self.started.lease_id, self._metadata)
-        return self._input

@@ -1,0 +1,252 @@
+"""Commands on containers: create, destroy, cleanup, kill, wait, list, spec, rm, audit, leases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from tightship.cli import failure, render, values
+from tightship.cli.context import Options, common, plain, print_json
+
+if TYPE_CHECKING:
+    from tightship.client import AsyncClient
+
+
+@click.command()
+@click.option("-p", "--parents", is_flag=True, help="Make missing parents too.")
+@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE.")
+@click.option("--label", multiple=True, metavar="K=V", help="A label; may be repeated.")
+@click.argument("name")
+@click.argument("spec", required=False)
+@common
+def create(
+    options: Options, *, parents: bool, config: str | None, label: tuple[str, ...], name: str, spec: str | None
+) -> int:
+    """Make a container without a process, with its limits in force.
+
+    \b
+    Example: tightship create -p /test/one 'cpu { limit: 1000 } memory { limit: -1 }'
+    """
+    text = values.spec(spec, config)
+    if text is None:
+        raise click.UsageError("give a spec, as text or as -c FILE ('' is the empty one)")
+    labels = values.pairs(label, "--label")
+
+    async def call(client: AsyncClient) -> None:
+        made = await client.create(options.name(name), text, parents=parents, labels=labels)
+        if options.json:
+            print_json(plain(made))
+
+    return options.call(call)
+
+
+@click.command()
+@click.option("-f", "--force", is_flag=True, help="Also when it has children or processes.")
+@click.option("--budget", type=values.Seconds(), metavar="TIME", help="Time that the cleanup may take.")
+@click.argument("name")
+@common
+def destroy(options: Options, *, force: bool, budget: float | None, name: str) -> int:
+    """End a container (NAME or id) and all below it.
+
+    Returns when everything is gone. When the budget is spent the status is 4 and the cleanup goes on by itself.
+
+    \b
+    Example: tightship destroy -f /test
+    """
+
+    async def call(client: AsyncClient) -> None:
+        cleanup = await client.destroy(options.name_or_id(name), force=force, budget=budget)
+        if options.json:
+            print_json(plain(cleanup))
+
+    return options.call(call)
+
+
+@click.command()
+@click.option("--all", "everything", is_flag=True, help="The residue of all names; nothing alive.")
+@click.option("--budget", type=values.Seconds(), metavar="TIME", help="Time that the cleanup may take.")
+@click.argument("name", required=False)
+@common
+def cleanup(options: Options, *, everything: bool, budget: float | None, name: str | None) -> int:
+    """Remove all that is left of a name, whatever state it is in, and say what was removed.
+
+    \b
+    Example: tightship cleanup /test/one
+    """
+    if everything == (name is not None):
+        raise click.UsageError("give a NAME or --all")
+
+    async def call(client: AsyncClient) -> int:
+        target = options.name(name) if name is not None else ""
+        done = await client.cleanup(target, all=everything, budget=budget)
+        if options.json:
+            print_json(plain(done))
+        else:
+            for line in render.cleanup_lines(done):
+                click.echo(line)
+        return failure.OK if not done.left else failure.DEADLINE_EXCEEDED
+
+    return options.call(call)
+
+
+@click.command()
+@click.option("-s", "--signal", default="", metavar="SIGNAL", help="Name or number [KILL].")
+@click.argument("name")
+@common
+def kill(options: Options, *, signal: str, name: str) -> int:
+    """Send a signal to the main process of a container (NAME or id).
+
+    \b
+    Example: tightship kill /web -s TERM
+    """
+    return options.call(lambda client: client.kill(options.name_or_id(name), signal))
+
+
+@click.command()
+@click.option("--timeout", type=values.Seconds(), metavar="TIME", help="Wait no longer; the status is 4 then.")
+@click.argument("name")
+@common
+def wait(options: Options, *, timeout: float | None, name: str) -> int:
+    """Wait until a container's main process (NAME or id) has ended, and print how.
+
+    \b
+    Example: tightship wait /web
+    """
+
+    async def call(client: AsyncClient) -> None:
+        record = await client.wait(options.name_or_id(name), timeout=timeout)
+        if options.json:
+            print_json(plain(record))
+        else:
+            for line in render.record_lines(record):
+                click.echo(line)
+
+    return options.call(call)
+
+
+@click.command("list")
+@click.option("-r", "--recursive", is_flag=True, help="All levels below, not the direct children alone.")
+@click.option("-a", "--all", "records", is_flag=True, help="Also the ended, while their records are kept.")
+@click.argument("what", required=False)
+@click.argument("name", required=False)
+@common
+def list_(options: Options, *, recursive: bool, records: bool, what: str | None, name: str | None) -> int:
+    """List containers at and below NAME (the caller's own container).
+
+    \b
+    Usage:   tightship list [containers] [-r] [-a] [NAME]
+    Example: tightship list -ra
+    """
+    if what in ("pids", "tids"):
+        raise failure.Failure(failure.UNIMPLEMENTED, f"list {what} is not there yet (a container is ./{what})")
+    if what is not None and what != "containers":
+        if name is not None:
+            raise click.UsageError(f"{what!r} can't be listed; write list containers {name}")
+        name = what
+
+    async def call(client: AsyncClient) -> None:
+        found = await client.list(options.name(name or "."), recursive=recursive, records=records)
+        if options.json:
+            options.print_messages("containers", [*found])
+        else:
+            render.table(("NAME", "STATE", "PID", "AGE", "ID", "COMMAND"), render.container_rows(found))
+
+    return options.call(call)
+
+
+@click.command()
+@click.option("--in-force", is_flag=True, help="The values that the kernel holds, too.")
+@click.argument("name")
+@common
+def spec(options: Options, *, in_force: bool, name: str) -> int:
+    """Print the spec of a container (NAME or id) as it was given.
+
+    \b
+    Example: tightship spec --in-force /test/one
+    """
+
+    async def call(client: AsyncClient) -> None:
+        container = await client.get(options.name_or_id(name))
+        if options.json:
+            made = {"spec": plain(container.spec)}
+            if in_force:
+                made["in_force"] = [plain(each) for each in container.in_force]  # type: ignore[assignment]
+            print_json(made)
+            return
+        from google.protobuf import text_format
+
+        click.echo(text_format.MessageToString(container.spec), nl=False)
+        if in_force:
+            click.echo("# in force")
+            render.table(
+                ("# FIELD", "VALUE", "FILE"),
+                [(f"# {each.field}", each.value, each.file) for each in container.in_force],
+            )
+
+    return options.call(call)
+
+
+@click.command()
+@click.argument("name")
+@common
+def rm(options: Options, *, name: str) -> int:
+    """Forget the record and the logs of a container that has ended (NAME or id).
+
+    \b
+    Example: tightship rm /web
+    """
+
+    async def call(client: AsyncClient) -> None:
+        removed = await client.remove(options.name_or_id(name))
+        if options.json:
+            print_json({"records": removed})
+
+    return options.call(call)
+
+
+@click.command()
+@click.option("--fix", is_flag=True, help="Remove what this pair has made.")
+@common
+def audit(options: Options, *, fix: bool) -> int:
+    """Look for processes, cgroups, descriptors and leases that nothing alive explains.
+
+    The exit status is 0 when there is nothing (left), 1 otherwise.
+
+    \b
+    Example: tightship audit --fix
+    """
+
+    async def call(client: AsyncClient) -> int:
+        found = await client.audit(fix=fix)
+        if options.json:
+            print_json(plain(found))
+        else:
+            if found.findings:
+                render.table(("KIND", "STATE", "WHAT", "ORIGIN"), render.finding_rows(found.findings))
+            click.echo(f"{len(found.findings)} found; examined: {render.examined(dict(found.examined))}")
+        return 1 if any(not each.fixed for each in found.findings) else failure.OK
+
+    return options.call(call)
+
+
+@click.command()
+@click.option("-a", "--all", "closed", is_flag=True, help="Also the closed, while their logs are kept.")
+@common
+def leases(options: Options, *, closed: bool) -> int:
+    """List the switchboard's leases: who holds which descriptors, and until when.
+
+    \b
+    Example: tightship leases -a
+    """
+
+    async def call(client: AsyncClient) -> None:
+        found = await client.leases(closed=closed)
+        if options.json:
+            options.print_messages("leases", [*found])
+        else:
+            header = ("LEASE", "STATE", "LEFT", "HOLDERS", "OUT ERR", "CONTAINER")
+            render.table(header, render.lease_rows(found))
+
+    options.need("switchboard")
+    return options.call(call)

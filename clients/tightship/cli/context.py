@@ -1,0 +1,99 @@
+"""What every command has: the run directory, the form of its output, and a client with its errors told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tightship.cli import failure, names
+from tightship.client.where import answers, run_dir
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from tightship.client import AsyncClient
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class Options:
+    run_dir: str
+    json: bool
+
+    def own(self) -> str:
+        return names.own_container(self.run_dir)
+
+    def name(self, typed: str) -> str:
+        """A name as typed, absolute."""
+        if not typed:
+            raise failure.Failure(failure.INVALID_ARGUMENT, "name: a name is needed")
+        return names.resolve(typed, self.own())
+
+    def name_or_id(self, typed: str) -> str:
+        if not typed:
+            raise failure.Failure(failure.INVALID_ARGUMENT, "name: a name or an id is needed")
+        return names.resolve_or_id(typed, self.own())
+
+    def call(self, what: Callable[[AsyncClient], Awaitable[int | None]]) -> int:
+        """Runs `what` with a client of the services that are up; its exit status, 0 for None."""
+        self.need("containerizer")
+        return asyncio.run(self._call(what)) or failure.OK
+
+    def need(self, service: str) -> None:
+        """Raises Failure where the service does not answer: said before gRPC is imported."""
+        try:
+            up = answers(self.run_dir, service)
+        except PermissionError as error:
+            raise failure.Failure(
+                failure.PERMISSION_DENIED,
+                f"{self.run_dir}: {error.strerror}; run it as root, or as a user of its group",
+            ) from None
+        if not up:
+            raise failure.no_service(self.run_dir)
+
+    def print_messages(self, key: str, messages: list[Message]) -> None:
+        """As JSON: `{key: [...]}`."""
+        print_json({key: [plain(message) for message in messages]})
+
+    async def _call(self, what: Callable[[AsyncClient], Awaitable[int | None]]) -> int | None:
+        from tightship.client import AsyncClient, TightshipError
+
+        async with AsyncClient(self.run_dir, patience_s=5.0) as client:
+            try:
+                return await what(client)
+            except TightshipError as error:
+                raise failure.failed_call(error, self.run_dir) from None
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON has it, with the proto's field names."""
+    from google.protobuf.json_format import MessageToDict
+
+    made: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+    return made
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def common(command: F) -> F:
+    """Gives a command `--run-dir` and `--json`, also taken before the command's name, as its first argument."""
+
+    def wrapped(*args: Any, run_dir_here: str | None, json_here: bool, **keywords: Any) -> Any:
+        above = click.get_current_context().find_root().params
+        options = Options(run_dir(run_dir_here or above.get("run_dir")), json_here or bool(above.get("json")))
+        return command(options, *args, **keywords)
+
+    wrapped = update_wrapper(wrapped, command)
+    wrapped = click.option("--json", "json_here", is_flag=True, help="Print JSON.")(wrapped)
+    return click.option(  # type: ignore[return-value]
+        "--run-dir", "run_dir_here", metavar="DIR", help="Run directory [TIGHTSHIP_RUN_DIR, else /run/tightship]."
+    )(wrapped)

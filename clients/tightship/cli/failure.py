@@ -1,0 +1,67 @@
+"""How commands fail: a message for stderr, and the exit status, which is the gRPC code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tightship.client import TightshipError
+
+OK = 0
+CANCELLED = 1
+UNKNOWN = 2
+INVALID_ARGUMENT = 3
+DEADLINE_EXCEEDED = 4
+NOT_FOUND = 5
+PERMISSION_DENIED = 7
+FAILED_PRECONDITION = 9
+UNIMPLEMENTED = 12
+INTERNAL = 13
+UNAVAILABLE = 14
+
+# 128 + SIGPIPE: whoever read our output has gone.
+BROKEN_PIPE = 141
+
+CODES = {
+    CANCELLED: "CANCELLED",
+    INVALID_ARGUMENT: "INVALID_ARGUMENT",
+    DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
+    NOT_FOUND: "NOT_FOUND",
+    PERMISSION_DENIED: "PERMISSION_DENIED",
+    FAILED_PRECONDITION: "FAILED_PRECONDITION",
+    UNIMPLEMENTED: "UNIMPLEMENTED",
+    INTERNAL: "INTERNAL",
+    UNAVAILABLE: "UNAVAILABLE",
+}
+
+
+class Failure(Exception):
+    """Ends the command with the gRPC code and the message."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+    def shown(self) -> str:
+        return f"{self.code} {CODES.get(self.code, 'UNKNOWN')}: {self.message}"
+
+
+def failed_call(error: TightshipError, directory: str) -> Failure:
+    """A failed call with all that the service tells, for people."""
+    message = error.message
+    if error.number == UNAVAILABLE and not error.reason:
+        message = (
+            f"a service on {directory} is away: {message}; look with `tightship list`, start with `tightship up -d`"
+        )
+    facts = [f"{key} {value}" for key, value in sorted(error.metadata.items()) if value]
+    if facts:
+        message += f"\n  {', '.join(facts)}"
+    failure = Failure(error.number, message)
+    CODES.setdefault(error.number, error.code.name)
+    return failure
+
+
+def no_service(directory: str) -> Failure:
+    where = "" if directory == "/run/tightship" else f" --run-dir {directory}"
+    return Failure(UNAVAILABLE, f"no service on {directory}; start one: tightship{where} up -d")

@@ -1,0 +1,95 @@
+"""Output of containers on our own streams, and `logs` and `attach`, which print it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import click
+
+from tightship.cli import failure, terminal
+from tightship.cli.context import Options, common
+
+if TYPE_CHECKING:
+    from tightship.client import AsyncClient, Chunk
+    from tightship.client.streams import AsyncInput, StreamName
+
+_FDS = {"stdout": 1, "stderr": 2}
+
+
+async def copy(chunks: AsyncIterator[Chunk]) -> None:
+    """Each stream's bytes to ours, exact; gaps are told on stderr. Raises BrokenPipeError, TightshipError."""
+    from tightship.client.streams import closing
+
+    async with closing(chunks):
+        async for chunk in chunks:
+            if chunk.lost:
+                say(f"{chunk.lost} bytes of {chunk.stream} at {chunk.offset} were not kept: {chunk.reason}")
+            else:
+                await terminal.write_output(_FDS[chunk.stream], chunk.data)
+
+
+async def feed(stdin: AsyncInput) -> None:
+    """Our standard input to the container's, with its end of file, until the process reads no more."""
+    from tightship.client import TightshipError
+
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            async for data in terminal.read_input():
+                await stdin.write(data)
+            await stdin.close()
+        except TightshipError as error:
+            if error.number != failure.FAILED_PRECONDITION:  # ended meanwhile
+                say(f"standard input: {error}")
+
+
+def say(text: str) -> None:
+    click.echo(f"tightship: {text}", err=True)
+
+
+@click.command()
+@click.option("-f", "--follow", is_flag=True, help="Go on until the output ends.")
+@click.option("--stdout", "only_stdout", is_flag=True, help="Standard output alone.")
+@click.option("--stderr", "only_stderr", is_flag=True, help="Standard error alone.")
+@click.argument("name")
+@common
+def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool, name: str) -> int:
+    """Print the output of a container (NAME or id), living or ended, from the start.
+
+    \b
+    Example: tightship logs -f /web
+    """
+    streams: list[StreamName] = []
+    if only_stdout:
+        streams.append("stdout")
+    if only_stderr:
+        streams.append("stderr")
+    options.need("switchboard")
+    return options.call(lambda client: copy(client.logs(options.name_or_id(name), *streams, follow=follow)))
+
+
+@click.command()
+@click.argument("name")
+@common
+def attach(options: Options, *, name: str) -> int:
+    """Follow the output of a container (NAME or id) from the start; input that is piped in goes to its process.
+
+    \b
+    Example: echo hello | tightship attach /cat
+    """
+
+    async def call(client: AsyncClient) -> None:
+        target = options.name_or_id(name)
+        feeding = None
+        if terminal.input_is_passed():
+            feeding = asyncio.create_task(feed(await client.input(target)))
+        try:
+            await copy(client.logs(target, follow=True))
+        finally:
+            if feeding is not None:
+                feeding.cancel()
+
+    options.need("switchboard")
+    return options.call(call)

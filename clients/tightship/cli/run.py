@@ -1,0 +1,341 @@
+"""`run`: one command in a container, its output and status as ours, and nothing left of it however we end.
+
+Where no service is up, a pair of services of our own runs it (see embedded.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tightship.cli import failure, output, render, terminal, values
+from tightship.cli.context import Options, common, plain, print_json
+from tightship.cli.main import RUN_FAILED
+
+if TYPE_CHECKING:
+    from tightship.cli.embedded import EmbeddedPair
+    from tightship.client import AsyncClient, AsyncLaunch, TightshipError
+    from tightship.client.requests import LaunchOptions
+    from tightship.v1 import containerizer_pb2 as pb
+
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+
+# Output after a cancel: what the switchboard's own bounds for its end allow, and a little.
+_LAST_OUTPUT_S = 6.0
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Run(click.Command):
+    """Options, then `[NAME] [--] CMD...`: the first word is NAME unless it is `--`; what follows is the command's."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[NAME] [--] CMD..."]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = self._options_end(args)
+        rest = super().parse_args(ctx, args[:end])
+        name, command = split(args[end:])
+        if not command and not ctx.resilient_parsing:
+            hint = f"; for a generated name write: tightship run -- {name}" if name else ""
+            raise click.UsageError(f"a command is missing{hint}", ctx)
+        ctx.params["name"], ctx.params["command"] = name, command
+        return rest
+
+    def _options_end(self, args: Sequence[str]) -> int:
+        """Where our options end: at `--`, or at the first word that is neither an option nor an option's value."""
+        takes_value = {
+            name: not (param.is_flag or param.count)
+            for param in self.params
+            if isinstance(param, click.Option)
+            for name in param.opts
+        }
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] not in ("-", "--"):
+            word = args[at]
+            at += 1
+            if word.startswith("--"):
+                at += takes_value.get(word, False)  # `--spec=X` holds its value
+                continue
+            for index, letter in enumerate(word[1:], 2):
+                if takes_value.get("-" + letter, False):
+                    at += index == len(word)  # `-cFILE` holds its value
+                    break
+        return at
+
+
+def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """NAME, where the first word is not `--`, and the command."""
+    if not words:
+        return None, []
+    if words[0] == "--":
+        return None, [*words[1:]]
+    command = [*words[1:]]
+    if command[:1] == ["--"]:
+        del command[0]
+    return words[0], command
+
+
+@click.command(cls=_Run)
+@click.option("-n", "--detach", is_flag=True, help="Leave it running; print its name.")
+@click.option("--spec", "spec_text", metavar="SPEC", help="Limits, as protobuf text.")
+@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE.")
+@click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone takes ours. Nothing is inherited.")
+@click.option("--cwd", default="", metavar="DIR", help="Working directory [/].")
+@click.option("--timeout", type=values.Seconds(), metavar="TIME", help="End it after this (2, 500ms, 1.5s, 10m, 1h).")
+@click.option("--label", multiple=True, metavar="K=V", help="A label; may be repeated.")
+@click.option("--max-lifetime", type=values.Seconds(), metavar="TIME", help="Bound on the life of a detached one.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell limits in force, record and cleanup on stderr.")
+@common
+def run(
+    options: Options,
+    *,
+    detach: bool,
+    spec_text: str | None,
+    config: str | None,
+    env: tuple[str, ...],
+    cwd: str,
+    timeout: float | None,
+    label: tuple[str, ...],
+    max_lifetime: float | None,
+    verbose: bool,
+    name: str | None,
+    command: list[str],
+) -> int:
+    """Run CMD in a container and destroy it afterwards, whatever happens.
+
+    In the container NAME where that exists (which stays), else in a new one of that name, or of a generated name. Its
+    output is ours, standard input is passed on when it is a pipe or a file. With no service up, a pair of services of
+    its own runs it.
+
+    The status is the command's; 128+n for a signal, 127 not found, 126 not executable, 125 any failure of ours. Ctrl-C
+    cancels and waits for the cleanup; a second one leaves at once.
+
+    \b
+    Examples: tightship run -- sh -c 'echo $$; sleep 1'
+              tightship run --spec 'memory { limit: 67108864 }' --timeout 10m /job make -j4
+              tightship run -n --max-lifetime 1h /web -- python3 -m http.server
+    """
+    asked: LaunchOptions = {
+        "env": values.environment(env),
+        "cwd": cwd,
+        "timeout": timeout,
+        "labels": values.pairs(label, "--label"),
+        "detach": detach,
+        "max_lifetime": max_lifetime,
+        "report_in_force": verbose or options.json,
+        "stdin": not detach and terminal.input_is_passed(),
+    }
+    try:
+        asked["spec"] = values.spec(spec_text, config)
+        if name is not None:
+            asked["name"], asked["within_existing"] = options.name(name), True
+        return _run(options, verbose, command, asked)
+    except failure.Failure as error:
+        output.say(error.shown())
+        return RUN_FAILED
+
+
+def _run(options: Options, verbose: bool, command: list[str], asked: LaunchOptions) -> int:
+    try:
+        options.need("containerizer")
+        return _Runner(options, verbose, command, asked, options.run_dir, None).run()
+    except failure.Failure as error:
+        if error.code != failure.UNAVAILABLE:
+            raise
+    if asked.get("detach"):
+        raise failure.Failure(
+            failure.FAILED_PRECONDITION, f"-n needs services that stay: {failure.no_service(options.run_dir).message}"
+        )
+    with _embedded(verbose) as pair:
+        return _Runner(options, verbose, command, asked, pair.directory, pair).run()
+
+
+@contextlib.contextmanager
+def _embedded(verbose: bool) -> Iterator[EmbeddedPair]:
+    from tightship.cli.embedded import EmbeddedPair
+
+    # Until the event loop has its own handlers, a signal must unwind too.
+    before = {number: signal.signal(number, _interrupt) for number in _STOP_SIGNALS}
+    try:
+        pair = EmbeddedPair()
+        if verbose:
+            output.say(f"no service is up; a pair for this command runs on {pair.directory}")
+        try:
+            import tightship.client.aio  # noqa: F401  while the services start
+
+            pair.await_ready()
+            yield pair
+        finally:
+            for number in _STOP_SIGNALS:
+                signal.signal(number, _leave)
+            left = pair.stop()
+            if left is not None:
+                output.say(left)
+    except _Interrupted as error:
+        raise failure.Failure(failure.CANCELLED, f"ended by {signal.Signals(error.number).name}") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Interrupted(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    raise _Interrupted(number)
+
+
+def _leave(number: int, _frame: object) -> None:
+    os._exit(128 + number)  # the services notice, and clean up
+
+
+@dataclass
+class _Runner:
+    """One run on a pair that is up."""
+
+    options: Options
+    verbose: bool
+    command: list[str]
+    asked: LaunchOptions
+    directory: str
+    embedded: EmbeddedPair | None
+
+    def run(self) -> int:
+        self.signal = 0
+        self.stopped = asyncio.Event()
+        return asyncio.run(self._main())
+
+    async def _main(self) -> int:
+        from tightship.client import AsyncClient, TightshipError
+
+        self.task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        async with AsyncClient(self.directory, patience_s=5.0) as client:
+            try:
+                if self.embedded is not None:
+                    await client.ready(10.0)
+                status = await self._launch(client)
+            except TightshipError as error:
+                return self._failed(error)
+            except asyncio.CancelledError:
+                if not self.signal:
+                    raise
+                output.say(f"cancelled by {signal.Signals(self.signal).name} before it ran")
+                return 128 + self.signal
+            if self.verbose and self.embedded is not None:
+                found = await client.audit()
+                output.say(f"audit: {len(found.findings)} left; examined: {render.examined(dict(found.examined))}")
+            return status
+
+    def _on_signal(self, number: int) -> None:
+        if self.signal:
+            _leave(number, None)
+        self.signal = number
+        if self.stopped.is_set():
+            return
+        self.stopped.set()
+        if not self.started and self.task is not None:
+            self.task.cancel()
+
+    started = False
+
+    async def _launch(self, client: AsyncClient) -> int:
+        async with client.launch(self.command, **self.asked) as launched:
+            self.started = True
+            self._tell_started(launched)
+            if self.asked.get("detach"):
+                return failure.OK
+            return await self._follow(launched)
+
+    async def _follow(self, launched: AsyncLaunch) -> int:
+        """Output and input until the end of both the process and its output, or a signal; the status."""
+        copying = asyncio.create_task(output.copy(launched.output()))
+        tasks: list[asyncio.Task[Any]] = [copying]
+        if self.asked.get("stdin"):
+            tasks.append(asyncio.create_task(output.feed(launched.stdin())))
+        gone = asyncio.create_task(launched.wait())
+        stopped = asyncio.create_task(self.stopped.wait())
+        tasks += [gone, stopped]
+        try:
+            await asyncio.wait([copying, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return await self._cancel(launched, copying)
+            try:
+                await copying
+            except BrokenPipeError:
+                return failure.BROKEN_PIPE  # leaving cancels it
+            await asyncio.wait([gone, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not gone.done():
+                return await self._cancel(launched, copying)
+            record = await gone
+            self._tell_ended(record, await launched.gone())
+            return _status(record)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # told already, or of no interest when leaving
+
+    async def _cancel(self, launched: AsyncLaunch, copying: asyncio.Task[None]) -> int:
+        """After a signal to us: ends it, prints its last output, and reports."""
+        begun = time.monotonic()
+        await launched.cancel()
+        took = time.monotonic() - begun
+        await asyncio.wait([copying], timeout=_LAST_OUTPUT_S)
+        name = signal.Signals(self.signal).name
+        output.say(f"cancelled by {name}; nothing of {launched.name} is left after {took:.2f} s")
+        return 128 + self.signal
+
+    def _failed(self, error: TightshipError) -> int:
+        output.say(failure.failed_call(error, self.directory).shown())
+        if error.stage == "exec":
+            return NOT_FOUND if error.errno in ("ENOENT", "2") else NOT_EXECUTABLE
+        return RUN_FAILED
+
+    def _tell_started(self, launched: AsyncLaunch) -> None:
+        started = launched.started
+        if self.asked.get("detach"):
+            if self.options.json:
+                print_json(plain(started))
+            else:
+                click.echo(started.name)
+        if self.verbose:
+            output.say(f"{started.name} ({started.id}) started, pid {started.pid}")
+            for each in started.in_force:
+                output.say(f"in force: {each.field} {each.value} ({each.file})")
+
+    def _tell_ended(self, record: pb.Record, cleanup: pb.Cleanup) -> None:
+        if self.options.json:
+            import json
+
+            click.echo(json.dumps({"record": plain(record), "cleanup": plain(cleanup)}), err=True)
+        elif self.verbose:
+            for line in render.record_lines(record):
+                output.say(line)
+            output.say(f"cleanup {render.cleanup_sum(cleanup)}")
+        elif record.reason not in (record.EXITED, record.SIGNALLED):
+            output.say(f"{record.name}: {render.ending(record)}")
+        for line in cleanup.left:
+            output.say(f"cleanup goes on: {line}")
+
+
+def _status(record: pb.Record) -> int:
+    if record.HasField("exit_code"):
+        return record.exit_code
+    return 128 + record.signal if record.HasField("signal") else RUN_FAILED

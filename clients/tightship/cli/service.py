@@ -1,0 +1,94 @@
+"""`up` and `down`: the pair of services on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+import click
+
+from tightship.cli import failure, machine, supervisor
+from tightship.cli.context import Options, common, print_json
+
+if TYPE_CHECKING:
+    from tightship.client import AsyncClient
+
+_HEALTHY_S = 15.0
+
+# Over the supervisor's own bounds for ending the pair.
+_DOWN_S = 40.0
+
+
+@click.command()
+@click.option("-d", "--detach", is_flag=True, help="In the background; returns when the services are healthy.")
+@common
+def up(options: Options, *, detach: bool) -> int:
+    """Start the two services and keep them running, in the foreground unless -d. Ctrl-C or `down` ends them.
+
+    \b
+    Example: tightship up -d
+    """
+    missing = machine.missing()
+    if missing is not None:
+        raise failure.Failure(failure.PERMISSION_DENIED, missing)
+    already = supervisor.running(options.run_dir)
+    if already is not None:
+        raise failure.Failure(
+            failure.FAILED_PRECONDITION, f"already up on {options.run_dir} (pid {already[0]}); end it: tightship down"
+        )
+    if not detach:
+        command = supervisor.command(options.run_dir)
+        os.execv(command[0], command)  # noqa: S606  no shell is wanted
+    process, ready = supervisor.start(options.run_dir)
+    if not supervisor.await_ready(ready):
+        raise _did_not_start(options, process)
+    try:
+        options.call(_healthy)
+    except failure.Failure:
+        raise _did_not_start(options, process) from None
+    if options.json:
+        print_json({"run_dir": options.run_dir, "pid": process.pid})
+    else:
+        log = os.path.join(options.run_dir, "service.log")
+        click.echo(f"tightship is up on {options.run_dir} (pid {process.pid}, log {log}); end it: tightship down")
+    return failure.OK
+
+
+@click.command()
+@common
+def down(options: Options) -> int:
+    """End the services that `up -d` started. Attached launches are cancelled; detached containers stay.
+
+    \b
+    Example: tightship down
+    """
+    found = supervisor.running(options.run_dir)
+    if found is None:
+        raise failure.Failure(failure.UNAVAILABLE, f"nothing is up on {options.run_dir}")
+    pid, pidfd = found
+    try:
+        ended = supervisor.stop(pidfd, _DOWN_S)
+    except PermissionError:
+        raise failure.Failure(failure.PERMISSION_DENIED, f"pid {pid} is another user's") from None
+    finally:
+        os.close(pidfd)
+    if not ended:
+        raise failure.Failure(failure.DEADLINE_EXCEEDED, f"pid {pid} is still ending after {_DOWN_S:.0f} s")
+    return failure.OK
+
+
+async def _healthy(client: AsyncClient) -> None:
+    await client.ready(_HEALTHY_S)
+
+
+def _did_not_start(options: Options, process: subprocess.Popen[bytes]) -> failure.Failure:
+    process.terminate()
+    try:
+        process.wait(_DOWN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    tail = supervisor.log_tail(options.run_dir)
+    return failure.Failure(
+        failure.UNAVAILABLE, f"the services on {options.run_dir} did not start:\n{tail}".rstrip(":\n")
+    )

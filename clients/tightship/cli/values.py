@@ -1,0 +1,78 @@
+"""Values of options: durations, K=V pairs, and specs from an argument or a file."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NoReturn
+
+import click
+
+from tightship.cli.failure import Failure
+
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)?")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+NOT_FOUND = 5
+INVALID_ARGUMENT = 3
+
+
+class Seconds(click.ParamType[float]):
+    """`2`, `1.5s`, `500ms`, `10m`, `1h`."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = _DURATION.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no duration: write 2, 1.5s, 500ms, 10m or 1h", param, ctx)
+        return float(match[1]) * _UNITS[match[2]]
+
+
+def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
+    """`K=V` words as a mapping."""
+    made = {}
+    for word in given:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise _usage(f"{option} {word!r}: write K=V")
+        made[key] = value
+    return made
+
+
+def environment(given: tuple[str, ...]) -> dict[str, str]:
+    """`K=V` words; `K` alone takes the caller's value."""
+    made = {}
+    for word in given:
+        key, equals, value = word.partition("=")
+        if not equals and key in os.environ:
+            value = os.environ[key]
+        elif not (key and equals):
+            raise _usage(f"--env {word!r}: write K=V, or the name of a variable that is set")
+        made[key] = value
+    return made
+
+
+def spec(text: str | None, file: str | None) -> str | None:
+    """The spec's text, from the argument or the file; None where neither is given."""
+    if text is not None and file is not None:
+        raise _usage("give the spec as text or as -c FILE, not both")
+    if file is None:
+        return text
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return opened.read()
+    except OSError as error:
+        _unreadable(NOT_FOUND if isinstance(error, FileNotFoundError) else INVALID_ARGUMENT, file, error.strerror or "")
+    except UnicodeDecodeError as error:
+        _unreadable(INVALID_ARGUMENT, file, f"not UTF-8 text: byte {error.start}")
+
+
+def _usage(message: str) -> click.UsageError:
+    return click.UsageError(message, click.get_current_context())
+
+
+def _unreadable(code: int, file: str, why: str) -> NoReturn:
+    raise Failure(code, f"can't read the spec from {file}: {why}")
