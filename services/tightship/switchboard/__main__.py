@@ -1,0 +1,143 @@
+"""`python -m tightship.switchboard`: starts the service, and ends it within 5 s of SIGTERM.
+
+At the end it refuses new leases, takes its sockets away, copies what is in the pipes, closes every lease (containers
+still running get EPIPE from then on), ends its readers with a status that says resume, and sends its spans.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is imported: nothing forks here
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from tightship.common.rundir import DEFAULT, RunDir, RunDirError
+from tightship.common.serving import Serving
+from tightship.common.telemetry import Tracer
+from tightship.switchboard.attach import Attachments
+from tightship.switchboard.audit import Audit
+from tightship.switchboard.catalogue import RETENTION_AGE_S, RETENTION_NUMBER, Catalogue, Retention
+from tightship.switchboard.fdserver import FdServer
+from tightship.switchboard.leases import Leases
+from tightship.switchboard.segments import Store
+from tightship.switchboard.service import Service
+from tightship.switchboard.session import Sessions
+from tightship.switchboard.settings import LEASES_MAX, LOG_CAP, Settings, affordable_leases, raise_file_limit
+
+DRAIN_S = 4.0
+# Counted by the kernel, for whatever may hang.
+END_S = 4.9
+_FILE_THREADS = 2
+
+
+@click.command()
+@click.option(
+    "--run-dir", envvar="TIGHTSHIP_RUN_DIR", default=DEFAULT, show_default=True, type=click.Path(path_type=Path),
+    help="Directory of the pair's sockets.",
+)  # fmt: skip
+@click.option("--log-dir", type=click.Path(path_type=Path), help="Directory of the output; RUN_DIR/logs by default.")
+@click.option(
+    "--log-cap", type=click.IntRange(min=0), default=LOG_CAP, show_default=True,
+    help="Bytes of output kept for a container, where its launch does not say.",
+)  # fmt: skip
+@click.option(
+    "--retention-age", type=click.FloatRange(min=0), default=RETENTION_AGE_S, show_default=True,
+    help="Seconds for which the output of an ended container is kept.",
+)  # fmt: skip
+@click.option(
+    "--retention-number", type=click.IntRange(min=0), default=RETENTION_NUMBER, show_default=True,
+    help="Ended containers whose output is kept, at most.",
+)  # fmt: skip
+@click.option(
+    "--leases-max", type=click.IntRange(min=1), default=LEASES_MAX, show_default=True,
+    help="Leases that may live; fewer where the limit of open files asks for it.",
+)  # fmt: skip
+@click.option("--allow-uid", type=int, multiple=True, help="User that may take descriptors; our own always may.")
+@click.option("--allow-gid", type=int, multiple=True, help="Group that may take descriptors.")
+@click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
+def main(
+    *,
+    run_dir: Path,
+    log_dir: Path | None,
+    log_cap: int,
+    retention_age: float,
+    retention_number: int,
+    leases_max: int,
+    allow_uid: tuple[int, ...],
+    allow_gid: tuple[int, ...],
+    log_level: str,
+) -> None:
+    """Serves leases on containers' standard streams, and their bytes."""
+    logging.basicConfig(
+        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s switchboard %(levelname)s %(message)s"
+    )
+    try:
+        run = RunDir.open(run_dir)
+        run.lock("switchboard")
+    except RunDirError as error:
+        raise click.ClickException(str(error)) from None
+    raise_file_limit()
+    settings = Settings(
+        run=run,
+        log_dir=log_dir or run.logs,
+        log_cap=log_cap,
+        retention=Retention(retention_age, retention_number),
+        leases_max=affordable_leases(leases_max),
+        fd_uids=frozenset({os.geteuid(), *allow_uid}),
+        fd_gids=frozenset(allow_gid),
+    )
+    asyncio.run(serve(settings))
+
+
+async def serve(settings: Settings) -> None:
+    """Until SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_FILE_THREADS, "files"))
+    ending = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.set)
+
+    tracer = Tracer.from_environment("tightship-switchboard")
+    store = Store(settings.log_dir)
+    catalogue = Catalogue(store, settings.retention)
+    catalogue.adopt_directories()
+    leases = Leases(settings, store, catalogue, tracer)
+    sessions = Sessions(leases)
+    serving = Serving(settings.run.switchboard_sock)
+    service = Service(serving, leases, sessions, Attachments(leases), tracer)
+    descriptors = FdServer(settings, leases)
+    descriptors.start()
+    await serving.start()
+    service.audit = Audit(leases)
+
+    await ending.wait()
+    begun = time.monotonic()
+    # Its default action ends the process, whatever state the interpreter is in.
+    signal.setitimer(signal.ITIMER_REAL, END_S)
+    leases.stop_admitting()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(settings.run.switchboard_sock)
+    descriptors.stop_listening()
+    await leases.shut_down(DRAIN_S)
+    sessions.end_all()
+    descriptors.close()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(serving.stop(0.2), 0.5)
+    await leases.close()
+    left = END_S - 0.2 - (time.monotonic() - begun)
+    await asyncio.to_thread(tracer.shutdown, max(0.0, min(2.0, left)))
+    logging.shutdown()
+
+
+if __name__ == "__main__":
+    main()

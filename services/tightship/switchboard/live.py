@@ -1,0 +1,127 @@
+"""A living lease's descriptors, times and watchers; its pipes and, when it has ended, its span."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from tightship.common.telemetry import Tracer
+from tightship.kernel.fdframes import Stream
+from tightship.switchboard.ledger import Lease
+from tightship.switchboard.pumps import Pump, Source
+from tightship.switchboard.segments import Log
+from tightship.v1 import switchboard_pb2 as pb
+
+
+class Live:
+    """A living lease's descriptors and times."""
+
+    __slots__ = (
+        "acquired_ns", "bound_ns", "cancel_reason", "claimed_ns", "exited_ns", "far", "labels", "lease", "links",
+        "pidfd", "pump", "sources", "stdin", "traceparent", "waiters", "writing",
+    )  # fmt: skip
+
+    def __init__(self, lease: Lease, pump: Pump, traceparent: str, labels: dict[str, str]) -> None:
+        self.lease = lease
+        self.pump = pump
+        self.traceparent = traceparent
+        self.labels = labels
+        self.far: dict[Stream, int] = {}
+        self.stdin = -1
+        self.sources: tuple[Source, ...] = ()
+        self.pidfd = -1
+        self.waiters: set[asyncio.Event] = set()
+        self.writing = False
+        """Whether an AttachInput has standard input."""
+        self.cancel_reason = ""
+        self.links: list[str] = []
+        self.acquired_ns = time.time_ns()
+        self.claimed_ns = self.bound_ns = self.exited_ns = 0
+
+    @property
+    def logs(self) -> tuple[Log, ...]:
+        return tuple(source.log for source in self.sources)
+
+    @property
+    def outputs_ended(self) -> bool:
+        return all(source.log.ended for source in self.sources)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[asyncio.Event]:
+        """An event that is set when a stream grows, or the lease changes; for a reader or writer to clear and await."""
+        event = asyncio.Event()
+        self.waiters.add(event)
+        for source in self.sources:
+            source.watched = True
+        try:
+            yield event
+        finally:
+            self.waiters.discard(event)
+            if not self.waiters:
+                for source in self.sources:
+                    source.watched = False
+
+    def wake(self) -> None:
+        for source in self.sources:
+            source.told = False
+        for event in self.waiters:
+            event.set()
+
+
+def make_pipes(streams: tuple[Stream, ...]) -> dict[Stream, tuple[int, int]]:
+    """Near and far end of a new pipe for each; only our near ends are non-blocking. Raises OSError, leaving none."""
+    ends: dict[Stream, tuple[int, int]] = {}
+    try:
+        for stream in streams:
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            ends[stream] = (writer, reader) if stream is Stream.STDIN else (reader, writer)
+            os.set_blocking(ends[stream][0], False)
+    except OSError:
+        for near, far in ends.values():
+            os.close(near)
+            os.close(far)
+        raise
+    return ends
+
+
+def is_pidfd(fd: int) -> bool:
+    # Since Linux 6.9 pidfds have a file system of their own.
+    target = os.readlink(f"/proc/self/fd/{fd}")
+    return target == "anon_inode:[pidfd]" or target.startswith("pidfd:")
+
+
+def emit_span(tracer: Tracer, live: Live, lease: pb.Lease) -> None:
+    """The lease's span: from Acquire to CLOSED, with what happened between as events."""
+    if not live.traceparent:
+        return
+    moments = (("claimed", live.claimed_ns), ("bound", live.bound_ns), ("exited", live.exited_ns))
+    tracer.emit(
+        tracer.context(live.traceparent),
+        live.traceparent,
+        "lease",
+        live.acquired_ns,
+        lease.closed.ToNanoseconds(),
+        attributes={
+            "tightship.lease.id": lease.lease_id,
+            "tightship.lease.end_reason": lease.end_reason,
+            "tightship.cancel.reason": live.cancel_reason or None,
+            "tightship.exit.code": lease.exit.code if lease.exit.HasField("code") else None,
+            "tightship.exit.signal": _signal_name(lease.exit.signal) if lease.exit.HasField("signal") else None,
+            "tightship.stdout.bytes": lease.streams[0].size,
+            "tightship.stderr.bytes": lease.streams[1].size,
+            "tightship.lost.bytes": sum(info.lost for info in lease.streams),
+        },
+        events=[(name, moment, {}) for name, moment in moments if moment],
+        links=live.links,
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
