@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -44,6 +43,8 @@ class Options:
     def call(self, what: Callable[[AsyncClient], Awaitable[int | None]]) -> int:
         """Runs `what` with a client of the services that are up; its exit status, 0 for None."""
         self.need("containerizer")
+        import asyncio  # not for a command that ends before
+
         return asyncio.run(self._call(what)) or failure.OK
 
     def need(self, service: str) -> None:

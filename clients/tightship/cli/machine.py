@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 # Trees that the containerizer makes directories in, where they are mounted.
 _CONTROLLERS = frozenset({"cpu", "cpuset", "memory", "pids"})
@@ -39,5 +40,5 @@ def _mounts() -> list[str]:
             before, _, after = line.partition(" - ")
             kind, _, options = after.split()[:3]
             if kind == "cgroup2" or (kind == "cgroup" and _CONTROLLERS & set(options.split(","))):
-                found.append(before.split()[4].encode().decode("unicode_escape"))
+                found.append(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
     return found
