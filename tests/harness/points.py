@@ -9,7 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from tightship.common import failpoints
 
 
 class Failpoints:
@@ -63,10 +66,22 @@ class Failpoints:
             self.disarm(name)
 
 
-def generated() -> dict[str, list[str]]:
-    """The list that the code generates: operation ("launch", "create", "destroy") to its points, in order."""
+@dataclass(frozen=True)
+class Generated:
+    """What the code says of itself."""
+
+    operations: dict[str, list[str]]
+    """Operation ("launch", "create", "destroy") to its points, in order."""
+    cannot_fail: frozenset[str]
+    """Points where an errno means nothing."""
+
+
+def generated() -> Generated:
     out = subprocess.run(
         [sys.executable, "-m", "tightship.containerizer", "failpoints", "--json"],
         check=True, capture_output=True, text=True, timeout=60,
     ).stdout  # fmt: skip
-    return {operation: list(points) for operation, points in json.loads(out).items()}
+    lists = json.loads(out)
+    return Generated(
+        {operation: lists[operation] for operation in ("launch", "create", "destroy")}, failpoints.CANNOT_FAIL
+    )
