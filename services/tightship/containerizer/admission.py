@@ -9,6 +9,7 @@ import hashlib
 import os
 import secrets
 import sqlite3
+from collections.abc import Sequence
 
 from tightship.common.errors import Code, ServiceError
 from tightship.containerizer import names, plan, refusals, requests, spec, steps
@@ -136,14 +137,14 @@ def owner(instance: str) -> str:
     return f"containerizer-{instance}"
 
 
-def shown(command: list[str] | tuple[str, ...]) -> tuple[str, ...]:
+def shown(command: Sequence[str]) -> tuple[str, ...]:
     """The command as it is kept for people: bounded, whatever was asked for."""
     words = [word if len(word) <= _SHOWN_CHARS else word[:_SHOWN_CHARS] + "…" for word in command[:_SHOWN_WORDS]]
     return tuple(words if len(command) <= _SHOWN_WORDS else [*words, "…"])
 
 
 def check_parent(parts: Parts, name: str) -> None:
-    """Raises NOT_FOUND, FAILED_PRECONDITION, UNAVAILABLE or UNIMPLEMENTED where nothing may be made below the parent."""
+    """Raises NOT_FOUND, FAILED_PRECONDITION, UNAVAILABLE or UNIMPLEMENTED where nothing may be made there."""
     for above in names.lineage(name):
         container = parts.registry.named(above)
         if container is None:

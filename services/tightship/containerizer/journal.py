@@ -171,15 +171,11 @@ class Journal:
     def find_record(self, name_or_id: str) -> Ended | None:
         """The newest record of the name, or the one of the id."""
         column = "name" if name_or_id.startswith("/") else "id"
-        return self._one(
-            f"SELECT * FROM records WHERE {column} = ? ORDER BY ended DESC, rowid DESC LIMIT 1", name_or_id
-        )  # noqa: S608 - one of two constants
+        return self._newest(column, name_or_id)
 
     def find_request(self, request_id: str) -> Ended | None:
         """The newest record of a launch with this request id."""
-        return self._one(
-            "SELECT * FROM records WHERE request_id = ? ORDER BY ended DESC, rowid DESC LIMIT 1", request_id
-        )
+        return self._newest("request_id", request_id)
 
     def all_records(self) -> Iterator[Ended]:
         """Oldest first."""
@@ -208,7 +204,8 @@ class Journal:
         self.records -= len(gone)
         return gone
 
-    def _one(self, query: str, value: str) -> Ended | None:
+    def _newest(self, column: str, value: str) -> Ended | None:
+        query = f"SELECT * FROM records WHERE {column} = ? ORDER BY ended DESC, rowid DESC LIMIT 1"  # noqa: S608 - ours
         found = self._db.execute(query, (value,)).fetchone()
         return _ended(found) if found else None
 

@@ -1,8 +1,8 @@
 """The life of one container: its plan applied, lived, and undone. The one code for error, cancel, crash and cleanup.
 
-An `Operation` is a task of the service, never of a call, and is never cancelled: calls wait on it with `until`, and ask.
-What it was asked is a flag with a reason, read between steps. Whatever ended it, the same walk undoes the plan backwards
-within a budget; what is left makes it pending, and the same task walks again later, until nothing is left.
+An `Operation` is a task of the service, never of a call, and is never cancelled: calls wait on it with `until`, and
+ask. What it was asked is a flag with a reason, read between steps. Whatever ended it, the same walk undoes the plan
+backwards within a budget; what is left makes it pending, and the same task walks again later, until nothing is left.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from tightship.common import failpoints
 from tightship.common.errors import Code, ServiceError
+from tightship.common.rundir import RunDir
 from tightship.common.telemetry import Tracer
 from tightship.containerizer import records, refusals, spans, steps
 from tightship.containerizer.backoff import Backoff
@@ -55,6 +56,7 @@ _NOT_ASKED = frozenset({"", "exit", "error"})
 class Parts:
     """What every operation uses."""
 
+    run_dir: RunDir
     settings: Settings
     machine: Machine
     journal: Journal

@@ -13,7 +13,7 @@ from typing import Any
 from tightship.common.packets import Packet
 from tightship.containerizer import plan, steps
 from tightship.containerizer.journal import Kind, Phase, Row
-from tightship.containerizer.operations import Operation, Parts
+from tightship.containerizer.operations import OPEN_TIMEOUT_S, Operation, Parts
 from tightship.containerizer.records import Exit
 from tightship.containerizer.spawner_link import OrderFailed
 from tightship.kernel import cgroup
@@ -51,6 +51,8 @@ async def _recover(parts: Parts, operation: Operation, launch: Packet | None) ->
         if launch is None and row.live.pid:
             launch = await _adopt(parts, row)
         state = launch.get("state") if launch is not None else None
+        if state == "opening":
+            state = await _opening(parts, row)
         if state == "exited" and launch is not None:
             operation.on_exit(Exit.from_packet(launch))
         elif state == "opened" and row.phase is Phase.COMMITTED:
@@ -68,6 +70,15 @@ async def _recover(parts: Parts, operation: Operation, launch: Packet | None) ->
     elif row.kind is Kind.CREATE and row.phase is Phase.COMMITTED:
         operation.adopt()
     operation.start()
+
+
+async def _opening(parts: Parts, row: Row) -> str:
+    """A launch whose gate was open and its command not told to run: asked again, since OPEN is idempotent."""
+    try:
+        await asyncio.wait_for(parts.spawner.order("OPEN", launch=row.id), OPEN_TIMEOUT_S)
+    except (TimeoutError, OrderFailed, ConnectionError):
+        return "failed"
+    return "opened"
 
 
 async def _adopt(parts: Parts, row: Row) -> Packet | None:
@@ -154,5 +165,3 @@ def _add(parts: Parts, operations: list[Operation], row: Row) -> None:
     operation = Operation(parts, row, recovering=True)
     parts.registry.add(operation)
     operations.append(operation)
-
-

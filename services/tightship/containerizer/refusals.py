@@ -79,9 +79,8 @@ def of_order(stage: str, failed: OrderFailed) -> ServiceError:
             errno=name,
             field="command[0]",
         )
-    code, field = _STAGE_CODES.get(failed.stage, (None, None))
-    if code is None:
-        code = _ERRNO_CODES.get(number, Code.INTERNAL)
+    by_stage, field = _STAGE_CODES.get(failed.stage, (None, None))
+    code = by_stage or _ERRNO_CODES.get(number, Code.INTERNAL)
     retry = 0.5 if code is Code.UNAVAILABLE else None
     text = f"the launch failed at {stage} ({failed.stage}): {said}"
     return ServiceError(code, "SPAWN_FAILED", text, retry, stage=failed.stage, errno=name, field=field)

@@ -1,7 +1,7 @@
 """The gRPC face: a handler owns nothing. It starts or joins an operation, waits, and at its end only asks.
 
-Handlers answer from memory, the journal and a few control files; none waits for a peer without a bound, and List and Get
-never wait. CancelledError always goes on.
+Handlers answer from memory, the journal and a few control files; none waits for a peer without a bound, and List and
+Get never wait. CancelledError always goes on.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 if request.parents:
                     for above in reversed(names.lineage(name)):
                         if self._parts.registry.named(above) is None:
-                            made.append(admission.create(self._parts, request, above, spec.parse(pb.SpecInput()), trace))
+                            made.append(
+                                admission.create(self._parts, request, above, spec.parse(pb.SpecInput()), trace)
+                            )
                             made[-1].start()
                             await self._made(made[-1], context)
                 operation = admission.create(self._parts, request, name, given, trace)
@@ -267,7 +269,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 return pb.WaitResponse(record=describe.ended(self._record(name)).record)
             if operation.row.kind is Kind.CREATE:
                 raise ServiceError(
-                    Code.FAILED_PRECONDITION, "NO_PROCESS", f"{operation.row.name} has no main process to wait for", None
+                    Code.FAILED_PRECONDITION,
+                    "NO_PROCESS",
+                    f"{operation.row.name} has no main process to wait for",
+                    None,
                 )
             stopping = asyncio.ensure_future(self.stopping.wait())
             stopping.add_done_callback(lambda _: operation.changed())

@@ -1,7 +1,7 @@
 """The containerizer's end of spawner.sock: orders out, replies and events in.
 
-One non-blocking SEQPACKET connection on the event loop. There is no reconnecting: when it ends, the spawner has ended or
-has a newer client, and this process has no business any more; `ended` says so.
+One non-blocking SEQPACKET connection on the event loop. There is no reconnecting: when it ends, the spawner has ended
+or has a newer client, and this process has no business any more; `ended` says so.
 """
 
 from __future__ import annotations

@@ -223,12 +223,9 @@ def _check_cpu(cpu: spec_pb2.CpuSpec) -> None:
 
 
 def _check_memory(memory: spec_pb2.MemorySpec) -> None:
-    for name in ("limit", "swap_limit"):
-        if memory.HasField(name):
-            _within(f"memory.{name}", getattr(memory, name), -1, _INT64_MAX)
-    for name in ("swap_only", "reservation"):
-        if memory.HasField(name):
-            _within(f"memory.{name}", getattr(memory, name), 0, _INT64_MAX)
+    for name, low in (("limit", -1), ("swap_limit", -1), ("swap_only", 0), ("reservation", 0)):
+        if memory.HasField(name):  # type: ignore[arg-type]
+            _within(f"memory.{name}", getattr(memory, name), low, _INT64_MAX)
     if memory.HasField("eviction_priority"):
         _within("memory.eviction_priority", memory.eviction_priority, 0, 10_000)
     if memory.HasField("swap_only"):

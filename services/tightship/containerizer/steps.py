@@ -100,6 +100,7 @@ class Undone:
 
 def undo(
     steps: Iterable[Step],
+    *,
     mine: Callable[[str], bool],
     living: Callable[[str], bool],
     deadline: float,

@@ -1,7 +1,8 @@
 """The containerizer's session with the switchboard: leases on one long-lived two-way stream.
 
-One writer task per stream; requests get futures, closed leases are told by event. A session that ends is begun again with
-backoff, and its welcome says which leases still live: all others are closed. The end of a session fails what waits on it.
+One writer task per stream; requests get futures, closed leases are told by event. A session that ends is begun again
+with backoff, and its welcome says which leases still live: all others are closed. The end of a session fails what waits
+on it.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class SwitchboardLink:
     def revoke(self, lease_id: str) -> asyncio.Future[pb.RevokeResponse]:
         return self._request(revoke=pb.RevokeRequest(lease_id=lease_id))
 
-    def list(self) -> asyncio.Future[pb.ListLeasesResponse]:
-        return self._request(list=pb.ListLeasesRequest(owner=self._owner))
+    def list(self, *, everybody: bool = False) -> asyncio.Future[pb.ListLeasesResponse]:
+        return self._request(list=pb.ListLeasesRequest(owner="" if everybody else self._owner))
 
     def forget(self, lease_id: str) -> asyncio.Future[pb.ForgetResponse]:
         return self._request(forget=pb.ForgetRequest(lease_id=lease_id))

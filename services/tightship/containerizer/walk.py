@@ -222,7 +222,12 @@ class Walk:
             return
         undone = await op.hop(
             lambda: steps.undo(
-                mkdirs, self._is_mine, self._is_other_living, self._deadline, self._hurried, op.undo_times
+                mkdirs,
+                mine=self._is_mine,
+                living=self._is_other_living,
+                deadline=self._deadline,
+                impatient=self._hurried,
+                times=op.undo_times,
             ),
             self._remaining() + _CGROUP_TIMEOUT_S,
         )

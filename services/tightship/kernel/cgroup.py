@@ -173,8 +173,9 @@ def populated(path: str) -> bool:
 def kill(path: str, spare: Callable[[str], bool] = lambda _path: False) -> int:
     """Kills once what is in the cgroup and below, but for trees whose path `spare` takes; how many were listed.
 
-    cgroup.kill where the kernel has it (5.14) and nothing is spared; else each frozen cgroup's processes by pidfd: opened, listed
-    again, signalled only when still listed, so that a recycled pid is never hit. Not waited for. Raises OSError.
+    cgroup.kill where the kernel has it (5.14) and nothing is spared; else each frozen cgroup's processes by pidfd:
+    opened, listed again, signalled only when still listed, so that a recycled pid is never hit. Not waited for. Raises
+    OSError.
     """
     listed = 0
     whole = True

@@ -1,0 +1,191 @@
+"""`python -m tightship.containerizer`: serves, lists failpoints, or sweeps what a dead pair has left."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is imported: nothing forks here
+
+import asyncio
+import json
+import logging
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tightship.common.errors import ServiceError
+from tightship.common.rundir import DEFAULT, RunDir, RunDirError
+from tightship.containerizer import failpoint_names, machine, serve, spec
+from tightship.containerizer.settings import Settings
+from tightship.kernel import cgroup
+from tightship.v1 import containerizer_pb2 as pb
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# sysexits.h EX_CONFIG: whoever keeps us running must not try again.
+CONFIG = 78
+
+_DEFAULTS = Settings()
+_LOCK_WAIT_S = 5.0
+_SWEEP_S = 15.0
+# Limits of every controller, each of which is a step.
+_LISTED_SPEC = "cpu { limit: 500 max_limit: 1500 } memory { limit: 268435456 } tasks { limit: 64 }"
+
+_run_dir = click.option(
+    "--run-dir", envvar="TIGHTSHIP_RUN_DIR", default=DEFAULT, show_default=True, type=click.Path(path_type=Path),
+    help="Directory of the pair's sockets.",
+)  # fmt: skip
+
+
+def _seconds(name: str, default: float, help_text: str, minimum: float = 0.0) -> Callable[[F], F]:
+    variable = "TIGHTSHIP_" + name.upper().replace("-", "_")
+    return click.option(
+        f"--{name}",
+        envvar=variable,
+        default=default,
+        show_default=True,
+        type=click.FloatRange(min=minimum),
+        help=help_text,
+    )
+
+
+@click.group(invoke_without_command=True)
+@_run_dir
+@click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
+@click.option(
+    "--ephemeral", is_flag=True, envvar="TIGHTSHIP_EPHEMERAL", help="At SIGTERM destroy everything, detached too."
+)
+@_seconds("grace", _DEFAULTS.grace, "Seconds between the stop signal and the kill, where the spec does not say.")
+@_seconds("cleanup-budget", _DEFAULTS.budget, "Seconds for a cleanup, where spec and caller do not say.", 0.1)
+@_seconds("cleanup-floor", _DEFAULTS.budget_floor, "Least seconds for a cleanup, however little the caller has.", 0.1)
+@_seconds("cleanup-max", _DEFAULTS.budget_max, "Most seconds for a cleanup.", 0.1)
+@_seconds("rejoin-grace", _DEFAULTS.rejoin_grace, "Seconds an attached launch waits for its caller after a restart.")
+@_seconds("retention-age", _DEFAULTS.retention_age, "Seconds for which the record of an ended container is kept.")
+@click.option(
+    "--retention-number", envvar="TIGHTSHIP_RETENTION_NUMBER", default=_DEFAULTS.retention_count, show_default=True,
+    type=click.IntRange(min=0), help="Records kept, at most.",
+)  # fmt: skip
+@click.option(
+    "--containers-max", envvar="TIGHTSHIP_CONTAINERS_MAX", default=_DEFAULTS.containers_max, show_default=True,
+    type=click.IntRange(min=1), help="Containers that may live.",
+)  # fmt: skip
+@click.pass_context
+def main(
+    context: click.Context,
+    *,
+    run_dir: Path,
+    log_level: str,
+    ephemeral: bool,
+    grace: float,
+    cleanup_budget: float,
+    cleanup_floor: float,
+    cleanup_max: float,
+    rejoin_grace: float,
+    retention_age: float,
+    retention_number: int,
+    containers_max: int,
+) -> None:
+    """Serves containers: names, limits and processes. Started by the spawner."""
+    if context.invoked_subcommand is not None:
+        return
+    logging.basicConfig(
+        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s containerizer %(levelname)s %(message)s"
+    )
+    settings = Settings(
+        grace=grace,
+        budget=cleanup_budget,
+        budget_floor=cleanup_floor,
+        budget_max=cleanup_max,
+        rejoin_grace=rejoin_grace,
+        retention_age=retention_age,
+        retention_count=retention_number,
+        containers_max=containers_max,
+        ephemeral=ephemeral,
+    )
+    try:
+        run = RunDir.open(run_dir)
+        instance = run.instance()
+        found = machine.look(instance)
+    except RunDirError as error:
+        click.echo(f"containerizer: {error}", err=True)
+        sys.exit(CONFIG)
+    _lock(run)
+    asyncio.run(_serve(run, found, settings))
+
+
+async def _serve(run: RunDir, found: machine.Machine, settings: Settings) -> None:
+    """Does not return: neither a thread stuck in a system call nor an operation that is pending may hold the end."""
+    status = await serve.serve(run, found, settings)
+    logging.shutdown()
+    os._exit(status)
+
+
+def _lock(run: RunDir) -> None:
+    """The one before may be ending: it is given some time."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            run.lock("containerizer")
+            return
+        except RunDirError as error:
+            if time.monotonic() > deadline:
+                click.echo(f"containerizer: {error}", err=True)
+                sys.exit(1)
+            time.sleep(0.02)
+
+
+@main.command("failpoints")
+@click.option("--op", "operation", type=click.Choice(failpoint_names.OPERATIONS), help="Of this operation alone.")
+@click.option("--spec", "text", default=_LISTED_SPEC, show_default=True, help="Spec of the container.")
+@click.option("--json", "as_json", is_flag=True, help="An object of lists, by operation.")
+def list_failpoints(operation: failpoint_names.Operation | None, text: str, as_json: bool) -> None:
+    """Prints the failpoints that a launch, a create and a destroy reach on this machine."""
+    try:
+        given = spec.parse(pb.SpecInput(text=text))
+        found = machine.look(secrets.token_hex(4))
+        machine.leave(found)
+        lists = {
+            each: failpoint_names.listed(found, given, each)
+            for each in ((operation,) if operation else failpoint_names.OPERATIONS)
+        }
+    except (RunDirError, ServiceError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(lists, indent=2))
+    else:
+        for name in dict.fromkeys(name for names in lists.values() for name in names):
+            click.echo(name)
+
+
+@main.command("sweep")
+@_run_dir
+def sweep(run_dir: Path) -> None:
+    """Removes what a dead pair has left: its instance's processes and cgroups, then its run directory."""
+    if not (run_dir / "instance").exists():
+        return
+    try:
+        run = RunDir.open(run_dir)
+        for service in ("spawner", "containerizer", "switchboard"):
+            run.lock(service)
+        found = machine.look(run.instance())
+    except RunDirError as error:
+        raise click.ClickException(str(error)) from None
+    deadline = time.monotonic() + _SWEEP_S
+    left: dict[str, str] = {}
+    for hierarchy in found.hierarchies:
+        removal = cgroup.remove(hierarchy.base, deadline)
+        left.update(removal.left)
+    machine.leave(found)
+    if left:
+        raise click.ClickException("; ".join(f"{path}: {why}" for path, why in left.items()))
+    shutil.rmtree(run.path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
