@@ -74,6 +74,7 @@ def cli(run_dir: str | None, json: bool) -> None:
 
 def main() -> None:
     """The console script."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it reports a service's orderly end on stderr
     try:
         status = _run()
         sys.stdout.flush()

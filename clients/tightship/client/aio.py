@@ -12,7 +12,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
 
@@ -23,8 +23,12 @@ from tightship.client.tracing import CallSpan
 from tightship.telemetry import Tracer
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import switchboard_pb2
-from tightship.v1.containerizer_pb2_grpc import ContainerizerServiceAsyncStub, ContainerizerServiceStub
-from tightship.v1.switchboard_pb2_grpc import SwitchboardServiceAsyncStub, SwitchboardServiceStub
+from tightship.v1.containerizer_pb2_grpc import ContainerizerServiceStub
+from tightship.v1.switchboard_pb2_grpc import SwitchboardServiceStub
+
+if TYPE_CHECKING:
+    from tightship.v1.containerizer_pb2_grpc import ContainerizerServiceAsyncStub
+    from tightship.v1.switchboard_pb2_grpc import SwitchboardServiceAsyncStub
 
 Response = TypeVar("Response")
 
@@ -226,14 +230,14 @@ class AsyncClient:
         if not lease_id:
             raise TightshipError(grpc.StatusCode.NOT_FOUND, f"{name} has no output: no process ran in it", "NO_OUTPUT")
         offsets = (stdout_offset, stderr_offset)
-        chunks = streams.output(self.switchboard, lease_id, streams=names, offsets=offsets, follow=follow)
+        chunks = streams.output(self, lease_id, streams=names, offsets=offsets, follow=follow)
         async with streams.closing(chunks):
             async for chunk in chunks:
                 yield chunk
 
     async def input(self, name: str) -> streams.AsyncInput:
         """Standard input of a container (name or id) that was launched with `stdin`."""
-        return streams.AsyncInput(self.switchboard, (await self.get(name)).lease_id)
+        return streams.AsyncInput(self, (await self.get(name)).lease_id)
 
     async def ready(self, timeout_s: float) -> None:
         """Waits until both services say that they serve. Raises the last TightshipError after `timeout_s`."""

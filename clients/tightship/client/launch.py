@@ -113,7 +113,7 @@ class AsyncLaunch:
     ) -> AsyncIterator[streams.Chunk]:
         """Output from the start, both streams unless named, until its end. Raises TightshipError."""
         return streams.output(
-            self._client.switchboard,
+            self._client,
             self.started.lease_id,
             streams=names,
             offsets=(stdout_offset, stderr_offset),
@@ -125,7 +125,7 @@ class AsyncLaunch:
     def stdin(self) -> streams.AsyncInput:
         """Standard input of a launch with `stdin`: what `write` and `close_stdin` use."""
         if self._input is None:
-            self._input = streams.AsyncInput(self._client.switchboard, self.started.lease_id, self._metadata)
+            self._input = streams.AsyncInput(self._client, self.started.lease_id, self._metadata)
         return self._input
 
     async def write(self, data: bytes) -> None:

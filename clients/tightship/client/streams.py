@@ -16,7 +16,7 @@ from tightship.client.tracing import Metadata
 from tightship.v1 import switchboard_pb2 as pb
 
 if TYPE_CHECKING:
-    from tightship.v1.switchboard_pb2_grpc import SwitchboardServiceAsyncStub
+    from tightship.client.aio import AsyncClient
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -44,7 +44,7 @@ class Chunk:
 
 
 async def output(
-    stub: SwitchboardServiceAsyncStub,
+    client: AsyncClient,
     lease_id: str,
     *,
     streams: Sequence[StreamName] = (),
@@ -61,7 +61,7 @@ async def output(
     at = {pb.STREAM_STDOUT: offsets[0], pb.STREAM_STDERR: offsets[1]}
 
     def attach() -> grpc.aio.UnaryStreamCall[pb.AttachOutputRequest, pb.AttachOutputResponse]:
-        return stub.AttachOutput(
+        return client.switchboard.AttachOutput(
             pb.AttachOutputRequest(
                 lease_id=lease_id,
                 streams=[STREAMS[name] for name in streams],
@@ -118,8 +118,8 @@ async def output(
 class AsyncInput:
     """Standard input of a container: written in order, ended by `close`. One writer at a time."""
 
-    def __init__(self, stub: SwitchboardServiceAsyncStub, lease_id: str, metadata: Metadata | None = None) -> None:
-        self._stub = stub
+    def __init__(self, client: AsyncClient, lease_id: str, metadata: Metadata | None = None) -> None:
+        self._client = client
         self._lease_id = lease_id
         self._metadata = metadata
         self._call: grpc.aio.StreamUnaryCall[pb.AttachInputRequest, pb.AttachInputResponse] | None = None
@@ -147,7 +147,7 @@ class AsyncInput:
 
     async def _send(self, request: pb.AttachInputRequest) -> None:
         if self._call is None:
-            self._call = self._stub.AttachInput(metadata=self._metadata)
+            self._call = self._client.switchboard.AttachInput(metadata=self._metadata)
             request.lease_id = self._lease_id
         try:
             await self._call.write(request)
