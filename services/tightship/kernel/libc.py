@@ -4,24 +4,71 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import sys
+from collections.abc import Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
+# The same library, called without giving up the interpreter's lock.
+_held = ctypes.PyDLL(None, use_errno=True)
+_held_syscall = _held.syscall
+_held_syscall.restype = ctypes.c_long
+_execve = _held.execve
+_sigprocmask = _held.sigprocmask
+
+# sizeof(sigset_t) in glibc and musl.
+_SIGSET_SIZE = 128
+_EMPTY_SIGSET = ctypes.create_string_buffer(_SIGSET_SIZE)
+_MASK_NOW = ctypes.c_int(signal.SIG_SETMASK)
+_NOWHERE = ctypes.c_void_p(None)
+
 
 def syscall(number: int, *arguments: object) -> int:
     """The system call's result. Raises OSError with its errno."""
     result: int = _syscall(ctypes.c_long(number), *arguments)
-    if result == -1:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
+    return _checked(result)
+
+
+def held_syscall(number: int, *arguments: object) -> int:
+    """The same, keeping the interpreter's lock: for a call that returns at once, or twice."""
+    result: int = _held_syscall(ctypes.c_long(number), *arguments)
+    return _checked(result)
 
 
 def prctl(option: int, argument: int) -> None:
     """prctl(2) with one argument. Raises OSError."""
     unused = ctypes.c_ulong(0)
-    if _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), unused, unused, unused) == -1:
+    _checked(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), unused, unused, unused))
+
+
+def mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int) -> None:
+    """mount(2) without data. Raises OSError."""
+    _checked(_libc.mount(source, target, kind, ctypes.c_ulong(flags), _NOWHERE))
+
+
+def signalfd(numbers: Iterable[int], flags: int) -> int:
+    """A new signalfd(2) for these signals. Raises OSError."""
+    bits = sum(1 << (number - 1) for number in numbers)
+    mask = ctypes.create_string_buffer(bits.to_bytes(8, sys.byteorder), _SIGSET_SIZE)
+    return _checked(_libc.signalfd(ctypes.c_int(-1), mask, ctypes.c_int(flags)))
+
+
+def empty_signal_mask() -> None:
+    """sigprocmask(2) to the empty set."""
+    _checked(_sigprocmask(_MASK_NOW, _EMPTY_SIGSET, _NOWHERE))
+
+
+def execve(path: ctypes.c_char_p, argv: object, environment: object) -> int:
+    """execve(2) with ready arrays of strings; the errno where it returns."""
+    _execve(path, argv, environment)
+    return ctypes.get_errno()
+
+
+def _checked(result: int) -> int:
+    if result == -1:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+    return result

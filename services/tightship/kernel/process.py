@@ -16,6 +16,9 @@ from tightship.kernel import libc
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+# 52 numbers and a name of 64 bytes at most.
+_STAT_SIZE = 2048
+
 # include/linux/sched.h: forked but didn't exec.
 _PF_FORKNOEXEC = 0x40
 
@@ -44,10 +47,15 @@ class Stat:
 def stat(pid: int) -> Stat | None:
     """None where there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    except FileNotFoundError:
         return None
+    try:
+        text = os.read(fd, _STAT_SIZE)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(fd)
     # The name may hold blanks and parentheses; the last one closes it.
     fields = text[text.rindex(b")") + 2 :].split()
     return Stat(fields[0].decode(), int(fields[1]), int(fields[6]), int(fields[19]))

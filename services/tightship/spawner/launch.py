@@ -1,0 +1,492 @@
+"""A launch: claim, clone, bind, ready, the gate, exec, as one generator whose `finally` blocks are its only clean-up.
+
+Error, time-out, ABORT and the end of the client's connection are the same: an exception where the steps are parked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+
+from tightship.common import failpoints
+from tightship.common.packets import Packet
+from tightship.kernel import clone, fdframes, fdpass, process
+from tightship.kernel.fdframes import Frame, Stream, Type
+from tightship.spawner import child, fdclient
+from tightship.spawner.contained import Contained, Ending
+from tightship.spawner.loop import Loop
+from tightship.spawner.notices import notice_exception
+from tightship.spawner.orders import LaunchOrder, OrderError
+from tightship.spawner.routine import Routine, Steps
+
+Limits = tuple[tuple[int, tuple[int, int]], ...]
+Reply = Callable[[Packet], None]
+
+_CONNECT_S = 2.0
+_HOLD_POLL_S = 0.005
+_STATUS_READ = 64
+
+
+class Surroundings:
+    """What every launch works with. `limits` are those that a child sets back; `tell` sends an event."""
+
+    __slots__ = ("children", "limits", "loop", "switchboard", "tell")
+
+    def __init__(
+        self, loop: Loop, switchboard: fdclient.Switchboard, limits: Limits, tell: Callable[[Packet], None]
+    ) -> None:
+        self.loop = loop
+        self.switchboard = switchboard
+        self.limits = limits
+        self.tell = tell
+        self.children: dict[int, Launch] = {}
+        """Launches by the pid of their living child."""
+
+
+class Launch(Contained):
+    """One LAUNCH order and the process made for it."""
+
+    def __init__(self, order: LaunchOrder, around: Surroundings) -> None:
+        super().__init__(order.id, order.meta)
+        self._around = around
+        self._token = order.token
+        self.times: dict[str, int] = {}
+        self._stage = "claim"
+        self.failure: OrderError | None = None
+        # Whoever waits for READY, for what came of OPEN, for the end of an abort.
+        self._on_ready: list[Reply] = []
+        self._on_open: list[Reply] = []
+        self._on_gone: list[Callable[[], None]] = []
+        # What the steps hold and hear.
+        self._streams: dict[Stream, int] = {}
+        self._gate = -1
+        self._status = -1
+        self._connection = 0
+        self._claimed = False
+        self._bind_asked = False
+        self._bound = False
+        self._said_ready = False
+        self._said_failure: tuple[str, int, str] | None = None
+        self._said_end = False
+        self._open_asked = False
+        self._stopping = False
+        self._hurried = False
+        self._timer = around.loop.later(order.timeout_s, self._timed_out)
+        self._routine = Routine(self._steps(order), self._launched)
+
+    def begin(self) -> None:
+        self._routine.start()
+
+    # Orders
+
+    @property
+    def unopened(self) -> bool:
+        """Its gate is shut, or it is coming to its end without having run."""
+        return self.state in ("claiming", "ready") or (self._stopping and self.state != "failed")
+
+    def when_ready(self, reply: Reply) -> None:
+        """Answers LAUNCH, now or later."""
+        if self.state == "claiming":
+            self._on_ready.append(reply)
+        elif self.failure is not None:
+            reply(self.failure.reply())
+        else:
+            reply(self._ready_reply())
+
+    def open(self, reply: Reply) -> None:
+        """OPEN: answers with its times once the command runs, or why it doesn't."""
+        if self.failure is not None:
+            reply(self.failure.reply())
+        elif self.state == "claiming":
+            reply(OrderError("open", errno.EBUSY, "the launch is not ready").reply())
+        elif self.state in ("opened", "exited"):
+            reply(self._open_reply())
+        else:
+            self._on_open.append(reply)
+            self._open_asked = True
+            self._routine.wake()
+
+    def abort(self, gone: Callable[[], None]) -> None:
+        """Ends an unopened launch; `gone` is called when nothing of it is left."""
+        self._on_gone.append(gone)
+        self._stop(OrderError("aborted", errno.ECANCELED, "aborted"))
+
+    def hurry(self) -> None:
+        """Ends its wait at a failpoint: nobody is left who waits for it."""
+        self._hurried = True
+        self._routine.wake()
+
+    def _stop(self, failure: OrderError) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._routine.throw(failure)
+
+    def _timed_out(self) -> None:
+        ready = self.state == "ready"
+        self._stop(OrderError("gate" if ready else self._stage, errno.ETIMEDOUT, "timed out"))
+
+    # What the loop tells
+
+    def child_ended(self) -> None:
+        """The child is a zombie: reads how it ended, and reaps it."""
+        del self._around.children[self.pid]
+        # To be asked while the zombie is there: it alone tells whether the command ever ran.
+        execed = self.state == "opened" or self._execed()
+        _, status, usage = os.wait4(self.pid, 0)
+        cpu_us = round((usage.ru_utime + usage.ru_stime) * 1_000_000)
+        self.ending = Ending(status, execed, cpu_us)
+        self.close_pidfd()
+        if self.state == "opened":
+            self._routine = Routine(self._exit_steps(), self._exited)
+            self._routine.start()
+        else:
+            self._routine.wake()
+
+    def descriptors(self) -> list[int]:
+        pipes = [fd for fd in (self._gate, self._status) if fd >= 0]
+        return [*super().descriptors(), *self._streams.values(), *pipes]
+
+    def entry(self) -> Packet:
+        entry = super().entry()
+        if self.failure is not None:
+            entry["stage"] = self.failure.stage
+            entry["errno"] = self.failure.errno
+        return entry
+
+    # The steps
+
+    def _steps(self, order: LaunchOrder) -> Steps:
+        try:
+            try:
+                yield from self._reach("spawner.claim.before")
+                yield from self._claim(order)
+                yield from self._reach("spawner.claim.after")
+                self._stage = "clone"
+                yield from self._reach("spawner.clone.before")
+                self._clone(order)
+            finally:
+                self._close_streams()
+            yield from self._reach("spawner.clone.after")
+            self._stage = "bind"
+            yield from self._reach("spawner.bind.before")
+            self._bind()
+            # Read while the child is at work.
+            stat = process.stat(self.pid)
+            self.start = stat.start if stat is not None else 0
+            while not (self._bound and self._said_ready):
+                self._check_child()
+                yield
+            yield from self._reach("spawner.bind.after")
+            self._stage = "ready"
+            yield from self._reach("spawner.ready.after")
+            self._become_ready(order)
+            while not self._open_asked:
+                self._check_child()
+                yield
+            yield from self._open()
+        except OSError as error:
+            yield from self._undo()
+            raise OrderError(self._stage, error.errno or errno.EIO, str(error)) from None
+        except BaseException:
+            yield from self._undo()
+            raise
+        finally:
+            self._timer.cancel()
+            self._close_pipes()
+
+    def _claim(self, order: LaunchOrder) -> Steps:
+        switchboard = self._around.switchboard
+        yield from self._connected()
+        if switchboard.epoch != order.epoch:
+            raise OrderError("claim", errno.ESTALE, "the switchboard is not the one that made the lease")
+        self._connection = switchboard.connection
+        try:
+            switchboard.claim(order.token, order.traceparent, self._claim_answered)
+        except fdclient.Busy:
+            raise OrderError("claim", errno.EAGAIN, "too many requests to the switchboard are open") from None
+        while not self._claimed:
+            yield
+        wanted = {Stream.STDIN, Stream.STDOUT, Stream.STDERR} if order.stdin else {Stream.STDOUT, Stream.STDERR}
+        if set(self._streams) != wanted:
+            raise OrderError("claim", errno.EPROTO, "the lease has other streams than were ordered")
+        self.times["claim"] = time.monotonic_ns()
+
+    def _connected(self) -> Steps:
+        switchboard = self._around.switchboard
+        if switchboard.epoch is not None:
+            return
+        deadline = time.monotonic() + _CONNECT_S
+        wake = self._routine.wake
+        timer = self._around.loop.later(_CONNECT_S, wake)
+        try:
+            while switchboard.epoch is None:
+                if time.monotonic() >= deadline:
+                    raise OrderError("claim", errno.ECONNREFUSED, "the switchboard is away")
+                switchboard.wait_connected(wake)
+                yield
+        finally:
+            timer.cancel()
+            switchboard.stop_waiting(wake)
+
+    def _claim_answered(self, frame: Frame | None, fds: list[int]) -> None:
+        if frame is None:
+            self._stop(OrderError("claim", errno.ECONNRESET, "the switchboard went away"))
+        elif frame.type is not Type.FDS:
+            fdpass.close_all(fds)
+            self._stop(_refused("claim", frame))
+        elif self._stopping:
+            # Too late: the launch is over.
+            fdpass.close_all(fds)
+            self._around.switchboard.letgo(self._token)
+        else:
+            self._take(frame, fds)
+
+    def _take(self, frame: Frame, fds: list[int]) -> None:
+        self._claimed = True
+        try:
+            _, streams = fdframes.read_fds(frame.payload)
+            self._streams = dict(zip(streams, fds, strict=True))
+        except (fdframes.BadFrame, ValueError):
+            fdpass.close_all(fds)
+            self._stop(OrderError("claim", errno.EPROTO, "a bad FDS frame"))
+        else:
+            self._routine.wake()
+
+    def _clone(self, order: LaunchOrder) -> None:
+        gate, self._gate = os.pipe()
+        try:
+            self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                prepared = child.Prepared(order, self._streams, gate, status, self._around.limits)
+                cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    pid, self.pidfd = clone.clone3(order.namespaces, cgroup)
+                    if pid == 0:
+                        child.run(prepared)
+                finally:
+                    if cgroup is not None:
+                        os.close(cgroup)
+            finally:
+                os.close(status)
+        finally:
+            os.close(gate)
+        self.pid = pid
+        self._around.children[pid] = self
+        self._around.loop.watch(self._status, self._status_ready)
+        self.times["clone"] = time.monotonic_ns()
+
+    def _bind(self) -> None:
+        self._check_connection()
+        try:
+            self._around.switchboard.bind(self._token, self.pidfd, self._bind_answered)
+        except fdclient.Busy:
+            raise OrderError("bind", errno.EAGAIN, "too many requests to the switchboard are open") from None
+        self._bind_asked = True
+
+    def _check_connection(self) -> None:
+        """Raises OrderError where the connection of the claim has ended: the lease ends with it."""
+        switchboard = self._around.switchboard
+        if switchboard.epoch is None or switchboard.connection != self._connection:
+            raise _connection_lost()
+
+    def _bind_answered(self, frame: Frame | None, fds: list[int]) -> None:
+        fdpass.close_all(fds)
+        if frame is None:
+            failure = _connection_lost()
+        elif frame.type is not Type.OK:
+            failure = _refused("bind", frame)
+        else:
+            self._bound = True
+            self.times["bind"] = time.monotonic_ns()
+            self._routine.wake()
+            return
+        self._stop(failure)
+
+    def _status_ready(self, _: int) -> None:
+        self._read_status()
+        self._routine.wake()
+
+    def _read_status(self) -> None:
+        """What the child has said on its status pipe: ready, a failure, or its end."""
+        if self._said_end:
+            return
+        try:
+            data = os.read(self._status, _STATUS_READ)
+        except BlockingIOError:
+            return
+        if not data:
+            self._forget_status()
+            self._said_end = True
+            return
+        if data.startswith(child.READY):
+            self._said_ready = True
+            data = data[1:]
+        if data:
+            self._said_failure = child.read_failure(data)
+
+    def _check_child(self) -> None:
+        """Raises OrderError where the child can't get to its command any more."""
+        self._read_status()
+        if self._said_failure is not None:
+            raise OrderError(*self._said_failure)
+        if self.ending is not None or self._said_end:
+            raise OrderError("gate", errno.ECHILD, "the process died before its gate was opened")
+
+    def _become_ready(self, order: LaunchOrder) -> None:
+        self._timer.cancel()
+        self._timer = self._around.loop.later(order.gate_s, self._timed_out)
+        self.times["ready"] = time.monotonic_ns()
+        self.state = "ready"
+        _tell(self._on_ready, self._ready_reply())
+
+    def _open(self) -> Steps:
+        self._stage = "open"
+        yield from self._reach("spawner.open.before")
+        self._check_child()
+        self._check_connection()
+        self._timer.cancel()
+        self.state = "opening"
+        try:
+            os.write(self._gate, b"G")
+        except BrokenPipeError:
+            raise OrderError("gate", errno.ECHILD, "the process died at its gate") from None
+        self.times["open"] = time.monotonic_ns()
+        while not self._runs():
+            yield
+        self.times["exec"] = time.monotonic_ns()
+        yield from self._reach("spawner.open.after")
+
+    def _runs(self) -> bool:
+        """Whether the command has begun. Raises OrderError where it never will.
+
+        End-of-file on the status pipe says that exec closed it, or that the process is dying: its flags tell which.
+        """
+        self._read_status()
+        if self._said_failure is not None:
+            raise OrderError(*self._said_failure)
+        if self.ending is not None:
+            execed = self.ending.execed
+        elif self._said_end:
+            execed = self._execed()
+        else:
+            return False
+        if not execed:
+            raise OrderError("gate", errno.ECHILD, "the process died before exec")
+        return True
+
+    def _execed(self) -> bool:
+        stat = process.stat(self.pid)
+        return stat is not None and stat.execed
+
+    def _undo(self) -> Steps:
+        """Kills the child, waits for its reap, and tells the switchboard. Nothing interrupts it."""
+        self._stopping = True
+        if self.pid:
+            while self.ending is None:
+                self.kill()
+                yield
+            yield from self._reach("spawner.reap.after")
+        if self._bind_asked:
+            self._tell_exit()
+        elif self._claimed:
+            self._around.switchboard.letgo(self._token)
+
+    def _tell_exit(self) -> None:
+        assert self.ending is not None
+        self._around.switchboard.exited(self._token, self.ending.kind, self.ending.value)
+
+    def _launched(self, error: Exception | None) -> None:
+        """The steps are over: the command runs, or nothing is left of it."""
+        if error is None:
+            self.state = "opened"
+            _tell(self._on_open, self._open_reply())
+            if self.ending is not None:
+                self._routine = Routine(self._exit_steps(), self._exited)
+                self._routine.start()
+            return
+        if not isinstance(error, OrderError):
+            notice_exception(error)
+            error = OrderError(self._stage, errno.EIO, f"internal error: {error}")
+        # A copy, without the traceback: its frames hold us.
+        self.failure = OrderError(error.stage, error.errno, error.message)
+        unasked = self.state == "ready" and not self._on_open and not self._on_gone
+        self.state = "failed"
+        if unasked:
+            self._around.tell({"id": 0, "event": "died", "launch": self.id, "stage": error.stage, "errno": error.errno})
+        reply = error.reply()
+        _tell(self._on_ready, reply)
+        _tell(self._on_open, reply)
+        gone, self._on_gone = self._on_gone, []
+        for call in gone:
+            call()
+
+    def _exit_steps(self) -> Steps:
+        yield from self._reach("spawner.reap.after")
+        self._tell_exit()
+
+    def _exited(self, _: Exception | None) -> None:
+        self.state = "exited"
+        self._around.tell(self.exited_event())
+
+    def _reach(self, name: str) -> Steps:
+        """Passes a failpoint; a wait there ends when the launch is stopping, or its child has ended."""
+        hold = failpoints.reach(name)
+        while hold is not None and not hold.released() and not (self._stopping or self._hurried):
+            timer = self._around.loop.later(_HOLD_POLL_S, self._routine.wake)
+            try:
+                yield
+            finally:
+                timer.cancel()
+
+    # Descriptors
+
+    def _close_streams(self) -> None:
+        fdpass.close_all(tuple(self._streams.values()))
+        self._streams.clear()
+
+    def _forget_status(self) -> None:
+        if self._status >= 0:
+            self._around.loop.forget(self._status)
+            os.close(self._status)
+            self._status = -1
+
+    def _close_pipes(self) -> None:
+        self._forget_status()
+        if self._gate >= 0:
+            os.close(self._gate)
+            self._gate = -1
+
+    # Replies
+
+    def _ready_reply(self) -> Packet:
+        return {
+            "ok": True,
+            "pid": self.pid,
+            "start": self.start,
+            "times": self._times("claim", "clone", "bind", "ready"),
+        }
+
+    def _open_reply(self) -> Packet:
+        return {"ok": True, "times": self._times("open", "exec")}
+
+    def _times(self, *names: str) -> dict[str, int]:
+        return {name: self.times[name] for name in names}
+
+
+def _tell(replies: list[Reply], packet: Packet) -> None:
+    for reply in replies:
+        reply(packet)
+    replies.clear()
+
+
+def _refused(stage: str, frame: Frame) -> OrderError:
+    if frame.type is not Type.ERROR:
+        return OrderError(stage, errno.EPROTO, f"the switchboard answered {frame.type.name}")
+    code, message = fdframes.read_error(frame.payload)
+    return OrderError(stage, fdclient.errno_of(code), message)
+
+
+def _connection_lost() -> OrderError:
+    return OrderError("bind", errno.ECONNRESET, "the connection to the switchboard that took the claim has ended")
