@@ -34,6 +34,9 @@ CODES = {
     UNAVAILABLE: "UNAVAILABLE",
 }
 
+# In which a failed call's facts are told; others follow.
+_ORDER = ("field", "line", "column", "file", "value", "errno", "stage", "name")
+
 
 class Failure(Exception):
     """Ends the command with the gRPC code and the message."""
@@ -54,7 +57,8 @@ def failed_call(error: TightshipError, directory: str) -> Failure:
         message = (
             f"a service on {directory} is away: {message}; look with `tightship list`, start with `tightship up -d`"
         )
-    facts = [f"{key} {value}" for key, value in sorted(error.metadata.items()) if value]
+    keys = sorted(error.metadata, key=lambda key: (_ORDER.index(key) if key in _ORDER else len(_ORDER), key))
+    facts = [f"{key} {error.metadata[key]}" for key in keys if error.metadata[key]]
     if facts:
         message += f"\n  {', '.join(facts)}"
     failure = Failure(error.number, message)

@@ -59,7 +59,8 @@ def ending(record: pb.Record) -> str:
         return "unknown" if reason == "unknown" else f"unknown, {reason}"
     if reason in ("exited", "signalled"):
         return how
-    return f"{how}, {reason}" + (f" ({record.cancel_reason})" if record.cancel_reason else "")
+    told = record.cancel_reason not in ("", reason)
+    return f"{how}, {reason}" + (f" ({record.cancel_reason})" if told else "")
 
 
 def record_lines(record: pb.Record) -> Iterable[str]:
@@ -78,7 +79,7 @@ def cleanup_lines(cleanup: pb.Cleanup) -> Iterable[str]:
         yield f"removed {line}"
     for line in cleanup.left:
         yield f"left {line}"
-    yield cleanup_sum(cleanup)
+    yield cleanup_sum(cleanup) if cleanup.removed or cleanup.left else "nothing to remove"
 
 
 def cleanup_sum(cleanup: pb.Cleanup) -> str:

@@ -217,6 +217,8 @@ def main() -> int:
         os.dup2(fd, 2)
         os.close(fd)
     os.chdir("/")
+    if options.lifeline is not None:
+        os.environ["TIGHTSHIP_EPHEMERAL"] = "1"  # the containerizer destroys all at its end, detached too
     process.set_child_subreaper()
     return Supervisor(run, options.lifeline, options.ready, log).serve()
 
