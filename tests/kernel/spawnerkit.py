@@ -97,7 +97,7 @@ class Peer:
 
     def _serve(self) -> None:
         while True:
-            ready, _, _ = select.select([self._listener, self._stop_read], [], [])
+            ready, _, _ = select.select([self._listener.fileno(), self._stop_read], [], [])
             if self._stop_read in ready:
                 return
             with contextlib.suppress(BlockingIOError):
@@ -111,7 +111,7 @@ class Peer:
 
     def _converse(self, sock: socket.socket) -> None:
         while True:
-            ready, _, _ = select.select([sock, self._stop_read], [], [])
+            ready, _, _ = select.select([sock.fileno(), self._stop_read], [], [])
             if self._stop_read in ready:
                 return
             data, fds = fdpass.receive(sock, fdframes.FRAME_MAX)

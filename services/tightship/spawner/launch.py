@@ -175,8 +175,7 @@ class Launch(Contained):
             # Read while the child is at work.
             stat = process.stat(self.pid)
             self.start = stat.start if stat is not None else 0
-            while not (self._bound and self._said_ready):
-                self._check_child()
+            while not self._is_ready():
                 yield
             yield from self._reach("spawner.bind.after")
             self._stage = "ready"
@@ -325,6 +324,11 @@ class Launch(Contained):
             data = data[1:]
         if data:
             self._said_failure = child.read_failure(data)
+
+    def _is_ready(self) -> bool:
+        """Whether BIND is answered and the child is at its gate. Raises OrderError."""
+        self._check_child()
+        return self._bound and self._said_ready
 
     def _check_child(self) -> None:
         """Raises OrderError where the child can't get to its command any more."""
