@@ -223,9 +223,9 @@ def _intend(parts: Parts, row: Row, remaining: float | None) -> Operation:
 
 
 def _oom_score_adj(parts: Parts, name: str, given: spec_pb2.ContainerSpec) -> int | None:
-    """Of the container's own eviction priority, else of the nearest one above that has one."""
+    """Of the container's own eviction priority, else of the nearest one above that has one; as low as it can be."""
     above = (parts.registry.named(each) for each in names.lineage(name))
     for each in (given, *(container.spec for container in above if container is not None)):
         if each.memory.HasField("eviction_priority"):
-            return int((5000 - each.memory.eviction_priority) / 5)
+            return max(int((5000 - each.memory.eviction_priority) / 5), parts.machine.oom_floor)
     return None

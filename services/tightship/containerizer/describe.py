@@ -8,6 +8,7 @@ from tightship.containerizer.journal import Ended, Kind, Row
 from tightship.containerizer.operations import Operation
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
+from tightship.v1.spec_pb2 import ContainerSpec
 
 
 def in_force(row: Row) -> list[pb.InForce]:
@@ -17,6 +18,10 @@ def in_force(row: Row) -> list[pb.InForce]:
         if step.kind == "write":
             with contextlib.suppress(OSError):
                 found.append(pb.InForce(field=step.field, file=step.target, value=cgroup.read(step.target)))
+    if row.live.pid and ContainerSpec.FromString(row.spec).memory.HasField("eviction_priority"):
+        file = f"/proc/{row.live.pid}/oom_score_adj"
+        with contextlib.suppress(OSError):
+            found.append(pb.InForce(field="memory.eviction_priority", file=file, value=cgroup.read(file)))
     return found
 
 

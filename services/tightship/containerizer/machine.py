@@ -18,6 +18,9 @@ CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
 
 _ROOT = "tightship"
 
+# include/uapi/linux/capability.h
+_CAP_SYS_RESOURCE = 24
+
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
@@ -42,6 +45,8 @@ class Machine:
     pidns: int
     hierarchies: tuple[Hierarchy, ...]
     """The tracker first: the tree that tells and kills a container's processes."""
+    oom_floor: int = -1000
+    """Lowest oom_score_adj a container's processes can get: without CAP_SYS_RESOURCE, ours."""
 
     @property
     def tracker(self) -> Hierarchy:
@@ -72,7 +77,7 @@ def look(instance: str) -> Machine:
     if not chosen or (v2 is None and "freezer" not in chosen):
         raise RunDirError("no cgroup tree to track processes in: mount cgroup2 or the v1 freezer")
     hierarchies = tuple(_base(mount, name, instance) for mount, name in chosen.values())
-    return Machine(instance, process.boot_id(), process.pid_namespace(), hierarchies)
+    return Machine(instance, process.boot_id(), process.pid_namespace(), hierarchies, _oom_floor())
 
 
 def leave(machine: Machine) -> None:
@@ -81,6 +86,16 @@ def leave(machine: Machine) -> None:
         for path in (each.base, os.path.dirname(each.base)):
             with contextlib.suppress(OSError):
                 os.rmdir(path)
+
+
+def _oom_floor() -> int:
+    """proc_pid_oom_score_adj(5): lowering it needs CAP_SYS_RESOURCE."""
+    with open("/proc/self/status") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    if effective >> _CAP_SYS_RESOURCE & 1:
+        return -1000
+    with open("/proc/self/oom_score_adj") as file:
+        return int(file.read())
 
 
 def _base(mount: cgroup.Mount, name: str, instance: str) -> Hierarchy:

@@ -77,6 +77,10 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
         tracer=tracer,
         pool=ThreadPoolExecutor(_THREADS, "cgroup"),
     )
+    if found.oom_floor > -1000:
+        log.info(
+            "CAP_SYS_RESOURCE is missing: memory.eviction_priority can't lower oom_score_adj below %d", found.oom_floor
+        )
     operations = recovery.load(parts)
     serving = Serving(run.containerizer_sock)
     service = Service(parts, serving)

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tightship.common.errors import Code, ServiceError, invalid
+from tightship.containerizer import spec_text
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 
@@ -63,8 +64,15 @@ def parse(given: pb.SpecInput) -> spec_pb2.ContainerSpec:
     elif form == "spec":
         spec.CopyFrom(given.spec)
     _refuse_unknown(given, "")
-    _refuse_unhonoured(spec)
-    _check(spec)
+    try:
+        _refuse_unhonoured(spec)
+        _check(spec)
+    except ServiceError as error:
+        if form == "text":
+            place = spec_text.locate(given.text, error.metadata["field"])
+            if place is not None:
+                error.metadata["line"], error.metadata["column"] = map(str, place)
+        raise
     return spec
 
 
@@ -166,15 +174,13 @@ def _refuse_unknown(message: Message, path: str) -> None:
 
 
 def _set_fields(message: Message, path: str = "") -> Iterator[tuple[str, FieldDescriptor]]:
-    """Every field that is set, down to the honoured ones and to leaves."""
+    """Every field that is set, down to the honoured ones, and to what has nothing honoured in it."""
     for field, value in message.ListFields():
         here = path + field.name
-        if here in _HONOURED or field.message_type is None or field.is_repeated:
+        if here in _HONOURED or not any(each.startswith(here + ".") for each in _HONOURED):
             yield here, field
-        elif value.ListFields():
+        else:
             yield from _set_fields(value, here + ".")
-        elif not any(each.startswith(here + ".") for each in _HONOURED):
-            yield here, field
 
 
 def _refuse_unhonoured(spec: spec_pb2.ContainerSpec) -> None:
@@ -217,9 +223,9 @@ def _check_cpu(cpu: spec_pb2.CpuSpec) -> None:
             )
     if cpu.HasField("mask"):
         if len(cpu.mask.data) > _MASK_WORDS_MAX:
-            raise invalid("cpu.mask.data", f"has more than {_MASK_WORDS_MAX} words")
+            raise invalid("cpu.mask", f"has more than {_MASK_WORDS_MAX} words")
         if not any(cpu.mask.data):
-            raise invalid("cpu.mask.data", "names no CPU")
+            raise invalid("cpu.mask", "names no CPU")
 
 
 def _check_memory(memory: spec_pb2.MemorySpec) -> None:

@@ -1,0 +1,47 @@
+"""Where a field stands in a spec's text: line and column for errors that the parser itself does not find. Pure.
+
+The parser of protobuf text tells no positions of what it has read. This reads only as much of the format as is needed
+to follow names into their messages, in text that has been parsed without error.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Comments, strings, names, and the marks that open and close messages; all else is passed over.
+_TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[A-Za-z_][A-Za-z0-9_]*|[{}<>\[\]:;,]|\n""")
+
+
+def locate(text: str, path: str) -> tuple[int, int] | None:
+    """Line and column, from 1, of the field `path` ("cpu.mask") at its first place, or of the deepest part of it there
+    is; None where there is none of it."""
+    wanted = path.split(".")
+    best: tuple[int, tuple[int, int]] = (0, (0, 0))
+    open_messages: list[str] = []
+    last = ""
+    after_colon = False
+    line, line_begin = 1, 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token == "\n":
+            line, line_begin = line + 1, match.end()
+        elif token in "{<":
+            open_messages.append(last)
+            last, after_colon = "", False
+        elif token in "}>":
+            if open_messages:
+                open_messages.pop()
+            last, after_colon = "", False
+        elif token == ":":
+            after_colon = True
+        elif token[0].isalpha() or token[0] == "_":
+            if after_colon:
+                after_colon = False  # a value
+                continue
+            last = token
+            here = [*open_messages, token]
+            if here == wanted[: len(here)] and len(here) > best[0]:
+                best = (len(here), (line, match.start() - line_begin + 1))
+        elif token in ",;":
+            after_colon = False
+    return best[1] if best[0] else None
