@@ -87,8 +87,12 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        result = cli(standalone_mode=False)
+        # Not `cli()`: it would take a broken pipe for its own.
+        with cli.make_context("tightship", sys.argv[1:]) as context:
+            result = cli.invoke(context)
         return result if isinstance(result, int) else failure.OK
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
     except click.UsageError as error:
         error.show()
         is_run = error.ctx is not None and error.ctx.command.name == "run"

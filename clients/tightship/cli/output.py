@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 _FDS = {"stdout": 1, "stderr": 2}
 
 
-async def copy(chunks: AsyncIterator[Chunk]) -> None:
-    """Each stream's bytes to ours, exact; gaps are told on stderr. Raises BrokenPipeError, TightshipError."""
+async def copy(chunks: AsyncIterator[Chunk], into: int | None = None) -> None:
+    """Each stream's bytes to ours, or to the FD `into`, exact; gaps are told on stderr.
+
+    Raises BrokenPipeError, TightshipError.
+    """
     from tightship.client.streams import closing
 
     async with closing(chunks):
@@ -28,7 +31,7 @@ async def copy(chunks: AsyncIterator[Chunk]) -> None:
             if chunk.lost:
                 say(f"{chunk.lost} bytes of {chunk.stream} at {chunk.offset} were not kept: {chunk.reason}")
             else:
-                await terminal.write_output(_FDS[chunk.stream], chunk.data)
+                await terminal.write_output(into or _FDS[chunk.stream], chunk.data)
 
 
 async def feed(stdin: AsyncInput) -> None:
@@ -51,12 +54,14 @@ def say(text: str) -> None:
 
 @click.command()
 @click.option("-f", "--follow", is_flag=True, help="Go on until the output ends.")
-@click.option("--stdout", "only_stdout", is_flag=True, help="Standard output alone.")
-@click.option("--stderr", "only_stderr", is_flag=True, help="Standard error alone.")
+@click.option("--stdout", "only_stdout", is_flag=True, help="Its standard output alone.")
+@click.option("--stderr", "only_stderr", is_flag=True, help="Its standard error alone, to our standard output.")
 @click.argument("name")
 @common
 def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool, name: str) -> int:
     """Print the output of a container (NAME or id), living or ended, from the start.
+
+    Its standard error goes to ours, unless it is asked for alone.
 
     \b
     Example: tightship logs -f /web
@@ -66,8 +71,9 @@ def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool
         streams.append("stdout")
     if only_stderr:
         streams.append("stderr")
+    into = 1 if len(streams) == 1 else None
     options.need("switchboard")
-    return options.call(lambda client: copy(client.logs(options.name_or_id(name), *streams, follow=follow)))
+    return options.call(lambda client: copy(client.logs(options.name_or_id(name), *streams, follow=follow), into))
 
 
 @click.command()
