@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import sqlite3
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from grpc_health.v1 import health_pb2
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 _CONFIG = 78
 
 # Worker threads for cgroup steps; each may hang in a system call.
-_THREADS = 16
+_THREADS = 8
 _RETIRE_EVERY_S = 5.0
 # The spawner kills 20 s after its SIGTERM.
 _STOP_S = 14.0
@@ -75,7 +76,7 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
             lambda leases: _on_welcome(registry, leases),
         ),
         tracer=tracer,
-        pool=ThreadPoolExecutor(_THREADS, "cgroup"),
+        pool=_pool(),
     )
     if found.oom_floor > -1000:
         log.info(
@@ -115,6 +116,16 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
     journal.close()
     await asyncio.to_thread(tracer.shutdown, _FLUSH_S)
     return 0
+
+
+def _pool() -> ThreadPoolExecutor:
+    """With all its threads begun, so that nothing grows later."""
+    pool = ThreadPoolExecutor(_THREADS, "cgroup")
+    all_there = threading.Barrier(_THREADS + 1)
+    for _ in range(_THREADS):
+        pool.submit(all_there.wait)
+    all_there.wait()
+    return pool
 
 
 async def _connect(parts: Parts, stop: asyncio.Event) -> Packet | None:

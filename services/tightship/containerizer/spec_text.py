@@ -22,26 +22,26 @@ def locate(text: str, path: str) -> tuple[int, int] | None:
     after_colon = False
     line, line_begin = 1, 0
     for match in _TOKEN.finditer(text):
-        token = match.group()
-        if token == "\n":
+        word = match.group()
+        if word == "\n":
             line, line_begin = line + 1, match.end()
-        elif token in "{<":
+        elif word in "{<":
             open_messages.append(last)
             last, after_colon = "", False
-        elif token in "}>":
+        elif word in "}>":
             if open_messages:
                 open_messages.pop()
             last, after_colon = "", False
-        elif token == ":":
+        elif word == ":":
             after_colon = True
-        elif token[0].isalpha() or token[0] == "_":
+        elif word[0].isalpha() or word[0] == "_":
             if after_colon:
                 after_colon = False  # a value
                 continue
-            last = token
-            here = [*open_messages, token]
+            last = word
+            here = [*open_messages, word]
             if here == wanted[: len(here)] and len(here) > best[0]:
                 best = (len(here), (line, match.start() - line_begin + 1))
-        elif token in ",;":
+        elif word in ",;":
             after_colon = False
     return best[1] if best[0] else None
