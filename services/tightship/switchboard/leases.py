@@ -133,6 +133,7 @@ class Leases:
         live = self._live.get(lease_id)
         if live is not None:
             live.cancel_reason = live.cancel_reason or request.cancel_reason[:64]
+            live.given_up = True
             self._carry_out(self._ledger.release(now, live.lease))
             if lease_id in self._live:
                 return pb.ReleaseResponse(lease=self._message(live, now))
@@ -146,6 +147,7 @@ class Leases:
     def revoke(self, request: pb.RevokeRequest) -> pb.RevokeResponse:
         live = self._live.get(requests.check_id(request.lease_id))
         if live is not None:
+            live.given_up = True
             self._carry_out(self._ledger.revoke(time.monotonic(), live.lease))
         return pb.RevokeResponse(lease=self.get(request.lease_id))
 
@@ -341,7 +343,7 @@ class Leases:
 
     async def _close_held(self, live: Live, deadline: float) -> None:
         def over() -> bool:
-            return self.stopping or time.monotonic() >= deadline
+            return self.stopping or live.given_up or time.monotonic() >= deadline
 
         with contextlib.suppress(OSError):
             await failpoints.hold("switchboard.close.before", over)

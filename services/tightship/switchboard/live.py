@@ -21,8 +21,8 @@ class Live:
     """A living lease's descriptors and times."""
 
     __slots__ = (
-        "acquired_ns", "bound_ns", "cancel_reason", "claimed_ns", "exited_ns", "far", "labels", "lease", "links",
-        "pidfd", "pump", "sources", "stdin", "traceparent", "waiters", "writing",
+        "acquired_ns", "bound_ns", "cancel_reason", "claimed_ns", "exited_ns", "far", "given_up", "labels", "lease",
+        "links", "pidfd", "pump", "sources", "stdin", "traceparent", "waiters", "writing",
     )  # fmt: skip
 
     def __init__(self, lease: Lease, pump: Pump, traceparent: str, labels: dict[str, str]) -> None:
@@ -38,6 +38,8 @@ class Live:
         self.writing = False
         """Whether an AttachInput has standard input."""
         self.cancel_reason = ""
+        self.given_up = False
+        """The owner has ended it: no failpoint holds it any longer."""
         self.links: list[str] = []
         self.acquired_ns = time.time_ns()
         self.claimed_ns = self.bound_ns = self.exited_ns = 0
