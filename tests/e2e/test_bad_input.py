@@ -23,7 +23,7 @@ BAD_NAMES = [
 BAD_SPECS = [
     ("cpu { limit: -1 }", None),
     ("cpu { max_limit: 9 }", "cpu.max_limit"),
-    ("cpu { scheduling_latency: 9 }", None),
+    ("cpu { scheduling_latency: 9 }", "cpu.scheduling_latency"),
     ("cpu { mask { data: 0 } }", "cpu.mask"),
     ("memory { limit: -2 }", "memory.limit"),
     ("memory { limit: 99999999999999999999 }", None),
@@ -80,7 +80,7 @@ def test_bad_specs(pair: Pair, spec: str, field: str | None) -> None:
             assert int(metadata["line"]) == 1
             assert int(metadata["column"]) >= 1
         else:
-            assert metadata["field"] == field
+            assert metadata["field"].startswith(field)
 
 
 def test_line_and_column_of_a_later_line(pair: Pair) -> None:
@@ -92,7 +92,7 @@ def test_line_and_column_of_a_later_line(pair: Pair) -> None:
 def test_lmctfy_what_is_not_honoured_is_refused_by_name(pair: Pair, spec: str, field: str) -> None:
     error = _create_error(pair, fresh_name(), spec)
     assert code(error) == StatusCode.UNIMPLEMENTED
-    assert info(error).metadata["field"] == field
+    assert info(error).metadata["field"].startswith(field)
 
 
 def test_binary_specs_with_unknown_fields_are_refused(pair: Pair) -> None:
@@ -213,7 +213,7 @@ def test_legal_specs(pair: Pair) -> None:
         "cpu { limit: 1000 max_limit: 10 mask { data: 1 } }",
         "cpu: < limit: 1000 >",
         "memory { limit: -1 swap_limit: -1 }",
-        "memory { limit: 1048576 reservation: 0 eviction_priority: 10000 }",
+        "memory { limit: 1048576 reservation: 0 eviction_priority: 0 }",
         "tasks { limit: -1 }",
         "lifecycle { stop_signal: 'SIGUSR1' grace { nanos: 1000000 } }",
     ):
@@ -221,12 +221,23 @@ def test_legal_specs(pair: Pair) -> None:
             assert pair.calls.run(["/bin/true"], spec=spec).code == 0, spec
 
 
+def test_a_priority_that_needs_a_capability_is_honoured_or_refused_by_name(pair: Pair) -> None:
+    """Lowering oom_score_adj needs CAP_SYS_RESOURCE: proc(5)."""
+    launching = pair.calls.launch(["/bin/true"], spec="memory { eviction_priority: 10000 }")
+    try:
+        launching.started()
+    except grpc.RpcError as error:
+        assert code(error) == StatusCode.PERMISSION_DENIED
+        assert info(error).metadata["field"] == "memory.eviction_priority"
+    else:
+        launching.exited()
+        launching.gone()
+
+
 def test_a_spec_reads_back_as_it_was_given(pair: Pair) -> None:
     name = fresh_name()
     pair.calls.create(name, "cpu { limit: 1000 } memory { limit: -1 }")
     found = pair.calls.get(name)
-    assert found.spec == spec_pb2.ContainerSpec(
-        cpu=spec_pb2.CpuSpec(limit=1000), memory=spec_pb2.MemorySpec(limit=-1)
-    )
+    assert found.spec == spec_pb2.ContainerSpec(cpu=spec_pb2.CpuSpec(limit=1000), memory=spec_pb2.MemorySpec(limit=-1))
     assert {one.field: one.value for one in found.in_force}["cpu.limit"] == "1024"
     pair.calls.destroy(name)

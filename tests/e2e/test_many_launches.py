@@ -14,8 +14,9 @@ from tests.harness.pair import SERVICES, Pair
 
 NUMBER = 200
 IN_FLIGHT = 16
-# Bounded tables fill, allocators take their arenas, pools their threads: growth counts after that.
+# Bounded tables fill, allocators take their arenas, pools start their threads: growth counts after that.
 WARM_UP = 300
+POOLS_ROUNDS = 10
 GROWTH_KIB = 64
 
 
@@ -59,9 +60,15 @@ def _in_flight(calls: Calls, number: int) -> None:
 
 @pytest.fixture(scope="module")
 def warm(own_pair_module: Pair) -> Pair:
-    _in_turn(own_pair_module.calls, WARM_UP // 2)
-    _in_flight(own_pair_module.calls, WARM_UP // 2)
-    return own_pair_module
+    pair = own_pair_module
+    _in_turn(pair.calls, WARM_UP // 2)
+    threads = None
+    for _ in range(POOLS_ROUNDS):
+        _in_flight(pair.calls, WARM_UP // 2)
+        if (now := pair.census().threads) == threads:
+            return pair
+        threads = now
+    raise AssertionError(f"threads go on growing: {threads}")
 
 
 @pytest.mark.timeout(300)

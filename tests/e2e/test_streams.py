@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 
-from tests.harness.calls import fresh_name
+import grpc
+import pytest
+
+from tests.harness.calls import code, fresh_name
 from tests.harness.census import anonymous_kib
 from tests.harness.pair import Pair
 from tightship.v1 import containerizer_pb2 as cpb
@@ -93,12 +96,26 @@ def test_containerd_2659_half_close_ends_the_input_alone(pair: Pair) -> None:
 
 
 def test_a_process_that_does_not_read_gives_its_writer_an_end(pair: Pair) -> None:
-    launching = pair.calls.launch(["/bin/true"], stdin=True)
+    launching = pair.calls.launch(["/bin/sh", "-c", "exec <&-; sleep 600"], stdin=True)
     started = launching.started()
     response = pair.calls.write_input(started.lease_id, b"x" * (1 << 20))
-    assert response.written <= 1 << 20
+    assert response.reader_gone
+    assert response.written < 1 << 20
+    launching.cancel()
+    launching.error()
+
+
+def test_mesos_9131_a_writer_is_told_of_the_end(pair: Pair) -> None:
+    launching = pair.calls.launch(["/bin/sleep", "0.2"], stdin=True)
+    started = launching.started()
+    response = pair.calls.write_input(started.lease_id, b"x" * (1 << 20))
+    assert response.reader_gone
+    assert response.written <= 64 << 10, "what a pipe holds"
     launching.exited()
     launching.gone()
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.calls.write_input(started.lease_id, b"late")
+    assert code(caught.value) == grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_podman_8154_a_follower_ends_with_the_container(pair: Pair) -> None:

@@ -161,12 +161,11 @@ def test_a_lease_of_another_owner_is_that_owners(faulty: Pair) -> None:
 
 
 @pytest.mark.parametrize("service", ["spawner", "switchboard"])
-def test_a_pipe_left_in_a_service_is_found(service: Service) -> None:
-    """An inherited descriptor that no lease explains."""
+def test_mesos_9151_an_inherited_descriptor_is_not_kept(service: Service) -> None:
     with Pair(planted=service) as pair:
-        found = [one for one in _audit(pair) if one.kind == DESCRIPTOR]
-        assert len(found) == 1
-        assert f"of pid {pair.pid(service)}" in found[0].what
+        assert census.PLANTED not in census.descriptors(pair.pid(service))
+        assert census.PLANTED not in census.descriptors(pair.pid("containerizer"))
+        assert _audit(pair) == []
 
 
 def test_the_commands_exit_status_says_so(faulty: Pair, base: Path) -> None:

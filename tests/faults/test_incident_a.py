@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness import census
 from tests.harness.calls import FULL_SPEC, fresh_name
 from tests.harness.pair import Pair
 from tests.harness.waiting import Answer, await_end, until
@@ -127,7 +128,7 @@ def test_mesos_8577_a_child_that_never_gets_to_its_gate_ends_with_the_launch(fau
     faulty.points.arm(point, "wait")
     launching = faulty.calls.launch(["/bin/true"], name := fresh_name(), FULL_SPEC)
     faulty.points.await_hit(point)
-    (pid,) = faulty.points.hit_by(point)
+    (pid,) = census.descendants(faulty.pid("spawner")) - {faulty.pid("containerizer")}
     pidfd = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)

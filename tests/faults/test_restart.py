@@ -194,7 +194,9 @@ def test_an_orderly_stop_is_bounded(faulty: Pair, service: Service) -> None:
     faulty.await_ready()
     assert detached.name in calls.living()
     if service == "spawner":
-        attached.error()
+        record = attached.exited()
+        assert (record.reason, record.cancel_reason) == (cpb.Record.CANCELLED, "shutdown")
+        attached.gone()
     else:
         attached.cancel()
     calls.destroy(detached.name)

@@ -139,7 +139,7 @@ class Calls:
             started = launching.started()
             writer = None
             if input is not None:
-                writer = threading.Thread(target=self.write_input, args=(started.lease_id, input), daemon=True)
+                writer = threading.Thread(target=self._pass_on, args=(started.lease_id, input), daemon=True)
                 writer.start()
             streams = self.output(started.lease_id) if output else {1: b"", 2: b""}
             record = launching.exited()
@@ -203,6 +203,13 @@ class Calls:
                 yield spb.AttachInputRequest(eof=True)
 
         return self.switchboard.AttachInput(messages(), timeout=60)
+
+    def _pass_on(self, lease_id: str, data: bytes) -> None:
+        try:
+            self.write_input(lease_id, data)
+        except grpc.RpcError as error:
+            if code(error) != grpc.StatusCode.FAILED_PRECONDITION:  # the process ended before it was written to
+                raise
 
     def destroy(self, name: str, *, force: bool = True, timeout: float = 30) -> cpb.Cleanup:
         return self.containerizer.Destroy(cpb.DestroyRequest(name=name, force=force), timeout=timeout).cleanup

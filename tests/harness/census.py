@@ -16,6 +16,9 @@ from pathlib import Path
 # The kinds of which a leak would show; the others (eventfd, files of the database, ...) belong to the runtime.
 KINDS = ("pipe", "pidfd", "segment", "socket", "memfd")
 
+# Number of the descriptor that the keeper makes a service inherit, where a test asks for it.
+PLANTED = 60
+
 
 def cgroup_mounts() -> list[Path]:
     """Mount points of every cgroup hierarchy, v1 and v2, from /proc/self/mountinfo: proc(5)."""

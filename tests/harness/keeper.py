@@ -23,13 +23,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in (".", "services")]
 
-from tests.harness.census import cgroup_bases  # noqa: E402  needs the path above
+from tests.harness.census import PLANTED, cgroup_bases  # noqa: E402  needs the path above
 from tightship.kernel import process  # noqa: E402
 
 _STOP_S = 6.0
 # A service that can't start must not spin.
 _AGAIN_S = 0.05
-_PLANTED = 60
 
 
 class Keeper:
@@ -48,7 +47,7 @@ class Keeper:
         if name in self.running.values():
             return
         log = str(self.run_dir / f"{name}.log")
-        planted = [(os.POSIX_SPAWN_DUP2, self.pipe[1], _PLANTED)] if name == self.planted else []
+        planted = [(os.POSIX_SPAWN_DUP2, self.pipe[1], PLANTED)] if name == self.planted else []
         pid = os.posix_spawn(
             self.commands[name][0],
             self.commands[name],

@@ -35,7 +35,7 @@ class Failpoints:
         return (self.directory / f"{name}.hit").exists()
 
     def hit_by(self, name: str) -> list[int]:
-        """Pids of the processes that reached the point, oldest first."""
+        """Pids of the processes that reached the point, oldest first; a child's is that of its own pid namespace."""
         try:
             return [int(line) for line in (self.directory / f"{name}.hit").read_text().split()]
         except FileNotFoundError:
