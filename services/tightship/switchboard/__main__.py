@@ -24,6 +24,7 @@ import click
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.common.serving import Serving
 from tightship.common.telemetry import Tracer
+from tightship.kernel import clone
 from tightship.switchboard.attach import Attachments
 from tightship.switchboard.audit import Audit
 from tightship.switchboard.catalogue import RETENTION_AGE_S, RETENTION_NUMBER, Catalogue, Retention
@@ -78,6 +79,7 @@ def main(
     log_level: str,
 ) -> None:
     """Serves leases on containers' standard streams, and their bytes."""
+    clone.close_range(3, clone.LAST_FD)  # an inherited end of somebody's pipe would be held for ever
     logging.basicConfig(
         stream=sys.stderr, level=log_level.upper(), format="%(asctime)s switchboard %(levelname)s %(message)s"
     )
