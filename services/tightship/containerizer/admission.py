@@ -75,7 +75,7 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     )
     host = given.virtual_host if given.HasField("virtual_host") else None
     tracker = machine.tracker
-    operation.launch_order = {
+    operation.launch_order |= {
         "stdin": stdin,
         "argv": list(request.command),
         "env": list(request.env),
@@ -213,11 +213,13 @@ def _check_room(parts: Parts, name: str) -> None:
 
 
 def _intend(parts: Parts, row: Row, remaining: float | None) -> Operation:
+    meta = row.meta()
     try:
-        parts.journal.intend(row)
+        parts.journal.intend(row, meta)
     except sqlite3.Error as error:
         raise refusals.of_step("journal", error) from error
     operation = Operation(parts, row, remaining=remaining)
+    operation.launch_order["meta"] = meta
     parts.registry.add(operation)
     return operation
 

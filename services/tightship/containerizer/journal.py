@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class Row:
         return cls(**fixed)
 
 
+_LIVE = tuple(each.name for each in fields(Live))
 _FIXED = (
     "id", "name", "kind", "labels", "command", "request_id", "request_hash", "trace", "parent_trace", "detach",
     "timeout", "max_lifetime", "created",
@@ -140,11 +141,11 @@ class Journal:
             self.rows = []
         self.records: int = self._db.execute("SELECT count(*) FROM records").fetchone()[0]
 
-    def intend(self, row: Row) -> None:
-        """Before the first step."""
+    def intend(self, row: Row, meta: str) -> None:
+        """Before the first step. `meta` is the row's."""
         self._db.execute(
             "INSERT INTO containers VALUES (?, ?, ?, ?, ?, ?)",
-            (row.id, row.phase, row.reason, row.meta(), _live_json(row.live), row.record),
+            (row.id, row.phase, row.reason, meta, _live_json(row.live), row.record),
         )
 
     def update(self, row: Row) -> None:
@@ -277,7 +278,8 @@ def _ended(found: tuple[Any, ...]) -> Ended:
 
 
 def _live_json(live: Live) -> str:
-    return json.dumps(asdict(live), separators=(",", ":"))
+    # asdict would copy the times, pair by pair.
+    return json.dumps({name: getattr(live, name) for name in _LIVE}, separators=(",", ":"))
 
 
 def _boottime() -> float:

@@ -91,7 +91,7 @@ class Operation:
         self._remaining_until = None if remaining is None else time.monotonic() + remaining
         self._budget: float | None = None
         self.begun = {step.name for step in row.plan} if recovering or row.kind is Kind.CLEANUP else set[str]()
-        self.opening: asyncio.Future[dict[str, Any]] | None = None
+        self.open_asked = False
         self._session = 0
         self.closed_leases: set[str] = set()
         self.impatient = False
@@ -106,6 +106,8 @@ class Operation:
         """The step that was on when it ended; empty once it runs."""
         self.launch_emitted = False
         self._timers: list[asyncio.TimerHandle] = []
+        self._racing: asyncio.Future[Any] | None = None
+        """What the apply waits for; an ask ends the wait."""
         self._watchers: set[asyncio.Future[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -158,6 +160,8 @@ class Operation:
             self._budget = budget
         if not self.asked and self.exit is None and self.row.phase is not Phase.UNDOING:
             self.asked = reason
+            if self._racing is not None and not self._racing.done():
+                self._racing.set_exception(Interrupted())
         if self.over:
             self.over = False
             self._again = True
@@ -179,7 +183,8 @@ class Operation:
         if "lease" in self.begun:
             for step in self.row.plan:
                 if step.kind == "lease" and step.target not in leases:
-                    self.on_lease_closed(step.target)
+                    self.closed_leases.add(step.target)
+        self.changed()
 
     def adopt(self) -> None:
         """It lives, found so at start."""
@@ -291,17 +296,16 @@ class Operation:
             self._commit()
         if row.kind is Kind.LAUNCH:
             async with self._step("open"):
-                self.opening = self.parts.spawner.order("OPEN", launch=row.id)
-                self._opened(await self._race(self.opening, OPEN_TIMEOUT_S, "open"))
+                self.open_asked = True
+                self._opened(await self._race(self.parts.spawner.order("OPEN", launch=row.id), OPEN_TIMEOUT_S, "open"))
 
     async def _acquire(self) -> asyncio.Future[sb.AcquireResponse]:
         link = self.parts.switchboard
-        if not link.session:
-            waiting = asyncio.ensure_future(link.wait_standing(LEASE_TIMEOUT_S))
-            try:
-                await self._race(waiting, LEASE_TIMEOUT_S + 1, "lease")
-            finally:
-                waiting.cancel()
+        if not await self.until(lambda: link.session or self.asked, LEASE_TIMEOUT_S):
+            raise ServiceError(
+                Code.UNAVAILABLE, "SWITCHBOARD_AWAY", "the switchboard can't be reached", 0.5, stage="lease"
+            )
+        self._check_asked()
         self._session = link.session
         begun = time.time_ns()
         acquired = link.acquire(self.acquire)
@@ -327,7 +331,6 @@ class Operation:
                 lease=self.row.id,
                 token=lease.token.hex(),
                 epoch=lease.epoch,
-                meta=self.row.meta(),
                 traceparent=self.row.trace,
                 timeout_ms=int(SPAWN_TIMEOUT_S * 1000),
                 gate_ms=GATE_MS,
@@ -496,13 +499,15 @@ class Operation:
 
     async def _race(self, future: asyncio.Future[T], timeout: float, what: str) -> T:
         """The future's result. Raises Interrupted when asked first, or UNAVAILABLE after `timeout` seconds."""
-        future.add_done_callback(lambda _: self.changed())
-        if not await self.until(lambda: future.done() or self.asked, timeout):
-            raise ServiceError(
-                Code.UNAVAILABLE, "STEP_TIMED_OUT", f"{what} took more than {timeout:g} s", 0.5, stage=what
-            )
         self._check_asked()
-        return future.result()
+        late = ServiceError(Code.UNAVAILABLE, "STEP_TIMED_OUT", f"{what} took more than {timeout:g} s", 0.5, stage=what)
+        timer = asyncio.get_running_loop().call_later(timeout, _fail, future, late)
+        self._racing = future
+        try:
+            return await future
+        finally:
+            self._racing = None
+            timer.cancel()
 
     async def hop(self, work: Callable[[], T], timeout: float) -> T:
         """Runs it in a worker thread. One that does not come back in time is left to come back later."""
@@ -538,6 +543,11 @@ class Operation:
     def changed(self) -> None:
         for watcher in self._watchers:
             _wake(watcher)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _wake(watcher: asyncio.Future[None]) -> None:

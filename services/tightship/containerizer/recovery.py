@@ -161,7 +161,7 @@ def marked(parts: Parts) -> dict[str, list[str]]:
 
 
 def _add(parts: Parts, operations: list[Operation], row: Row) -> None:
-    parts.journal.intend(row)
+    parts.journal.intend(row, row.meta())
     operation = Operation(parts, row, recovering=True)
     parts.registry.add(operation)
     operations.append(operation)

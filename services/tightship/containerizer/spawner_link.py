@@ -82,14 +82,12 @@ class SpawnerLink:
         A future nobody waits for may be dropped.
         """
         future: asyncio.Future[Packet] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(_retrieve)
         number = self._next
         self._next += 1
         if self._sock is None:
-            future.set_exception(ConnectionError("the spawner's connection has ended"))
+            _fail(future, ConnectionError("the spawner's connection has ended"))
             return future
         self._replies[number] = future
-        future.add_done_callback(lambda _: self._replies.pop(number, None))
         self._send({"id": number, "op": op, **fields})
         return future
 
@@ -101,9 +99,9 @@ class SpawnerLink:
             loop.remove_writer(self._sock.fileno())
             self._sock.close()
             self._sock = None
-        for future in list(self._replies.values()):
-            if not future.done():
-                future.set_exception(ConnectionError("the spawner's connection has ended"))
+        for future in self._replies.values():
+            _fail(future, ConnectionError("the spawner's connection has ended"))
+        self._replies.clear()
         self.ended.set()
 
     def _send(self, packet: Packet) -> None:
@@ -158,18 +156,18 @@ class SpawnerLink:
         if number == 0:
             self._on_event(packet)
             return
-        future = self._replies.get(number) if isinstance(number, int) else None
+        future = self._replies.pop(number, None) if isinstance(number, int) else None
         if future is None or future.done():
             return
         if packet.get("ok"):
             future.set_result(packet)
-        else:
-            future.set_exception(
-                OrderFailed(str(packet.get("stage", "")), int(packet.get("errno") or 0), str(packet.get("message", "")))
-            )
+            return
+        stage, errno, message = packet.get("stage"), packet.get("errno"), packet.get("message")
+        _fail(future, OrderFailed(str(stage or ""), int(errno or 0), str(message or "")))
 
 
-def _retrieve(future: asyncio.Future[Packet]) -> None:
-    """Marks the exception as seen: whoever raced the order may have gone."""
-    if not future.cancelled():
+def _fail(future: asyncio.Future[Packet], error: Exception) -> None:
+    """The exception counts as seen: whoever waited may have gone."""
+    if not future.done():
+        future.set_exception(error)
         future.exception()

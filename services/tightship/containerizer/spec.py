@@ -6,6 +6,7 @@ only the kernel can judge (memory.swap_limit below memory.limit) is left to the 
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -53,26 +54,18 @@ _INT64_MAX = 2**63 - 1
 # HOST_NAME_MAX, sethostname(2).
 _HOSTNAME_MAX = 64
 _SIGNAL_MAX = 64
+_KNOWN_TEXT_MAX = 4096
 
 
 def parse(given: pb.SpecInput) -> spec_pb2.ContainerSpec:
     """The spec, checked. Raises INVALID_ARGUMENT (field; line and column for text) or UNIMPLEMENTED (field)."""
-    form = given.WhichOneof("form")
-    spec = spec_pb2.ContainerSpec()
-    if form == "text":
-        spec = _from_text(given.text)
-    elif form == "spec":
-        spec.CopyFrom(given.spec)
     _refuse_unknown(given, "")
-    try:
-        _refuse_unhonoured(spec)
-        _check(spec)
-    except ServiceError as error:
-        if form == "text":
-            place = spec_text.locate(given.text, error.metadata["field"])
-            if place is not None:
-                error.metadata["line"], error.metadata["column"] = map(str, place)
-        raise
+    if given.WhichOneof("form") == "text":
+        return _known_text(given.text) if len(given.text) <= _KNOWN_TEXT_MAX else _parse_text(given.text)
+    spec = spec_pb2.ContainerSpec()
+    spec.CopyFrom(given.spec)
+    _refuse_unhonoured(spec)
+    _check(spec)
     return spec
 
 
@@ -151,6 +144,23 @@ def unknown_field(message: Message, path: str = "") -> str | None:
             if found is not None:
                 return found
     return None
+
+
+def _parse_text(text: str) -> spec_pb2.ContainerSpec:
+    spec = _from_text(text)
+    try:
+        _refuse_unhonoured(spec)
+        _check(spec)
+    except ServiceError as error:
+        place = spec_text.locate(text, error.metadata["field"])
+        if place is not None:
+            error.metadata["line"], error.metadata["column"] = map(str, place)
+        raise
+    return spec
+
+
+# Callers send the same few specs again and again, and parsing one costs as much as the journal. Never changed by us.
+_known_text = functools.lru_cache(maxsize=64)(_parse_text)
 
 
 def _from_text(text: str) -> spec_pb2.ContainerSpec:

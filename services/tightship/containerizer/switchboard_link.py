@@ -112,19 +112,17 @@ class SwitchboardLink:
     def _request(self, **message: Any) -> asyncio.Future[Any]:
         """Queues a request; the future has the answer or a ServiceError. A future nobody waits for may be dropped."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(_retrieve)
         if not self.session:
-            future.set_exception(_away("the switchboard can't be reached"))
+            _fail(future, _away("the switchboard can't be reached"))
             return future
         number = self._next
         self._next += 1
         try:
             self._outbox.put_nowait(pb.SessionRequest(request=number, **message))
         except asyncio.QueueFull:
-            future.set_exception(_away("the switchboard does not read its requests"))
+            _fail(future, _away("the switchboard does not read its requests"))
             return future
         self._answers[number] = future
-        future.add_done_callback(lambda _: self._answers.pop(number, None))
         return future
 
     async def _run(self) -> None:
@@ -182,30 +180,31 @@ class SwitchboardLink:
         if kind == "closed":
             self._on_closed(response.closed)
             return
-        future = self._answers.get(response.request)
+        future = self._answers.pop(response.request, None)
         if kind is None or future is None or future.done():
             return
         if kind == "error":
             error = response.error
             code = _CODES.get(error.code, Code.UNKNOWN)
             known = {key: value for key, value in error.metadata.items() if key not in ("code", "reason", "message")}
-            future.set_exception(ServiceError(code, error.reason or "SWITCHBOARD", error.message, None, **known))
+            _fail(future, ServiceError(code, error.reason or "SWITCHBOARD", error.message, None, **known))
         else:
             future.set_result(getattr(response, kind))
 
     def _fall(self) -> None:
         self.session = 0
         self._standing.clear()
-        for future in list(self._answers.values()):
-            if not future.done():
-                future.set_exception(_away("the session with the switchboard broke"))
+        for future in self._answers.values():
+            _fail(future, _away("the session with the switchboard broke"))
+        self._answers.clear()
 
 
 def _away(message: str) -> ServiceError:
     return ServiceError(Code.UNAVAILABLE, "SWITCHBOARD_AWAY", message, 0.5)
 
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Marks the exception as seen: whoever raced the request may have gone."""
-    if not future.cancelled():
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    """The exception counts as seen: whoever waited may have gone."""
+    if not future.done():
+        future.set_exception(error)
         future.exception()

@@ -99,7 +99,7 @@ class Walk:
     async def _spawn(self, launch: str) -> None:
         op = self._op
         live = op.row.live
-        if op.opening is not None and not live.opened:
+        if op.open_asked and not live.opened:
             await self._settle_opening(launch)
         if not live.opened:
             await self._abort(launch)
@@ -115,14 +115,12 @@ class Walk:
             op.done.killed += await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
 
     async def _settle_opening(self, launch: str) -> None:
-        """OPEN was sent and not awaited to its end: a kill makes it answer."""
+        """OPEN was sent and not awaited to its end: a kill makes it answer, and asked again it answers the same."""
         op = self._op
-        opening = op.opening
-        assert opening is not None
-        if not opening.done():
-            opening.add_done_callback(lambda _: op.changed())
-            op.parts.spawner.order("KILL", launch=launch)
-            await op.until(opening.done, self._remaining())
+        op.parts.spawner.order("KILL", launch=launch)
+        opening = op.parts.spawner.order("OPEN", launch=launch)
+        opening.add_done_callback(lambda _: op.changed())
+        await op.until(opening.done, self._remaining())
         if opening.done() and opening.exception() is None:
             op.row.live.opened = True
 
