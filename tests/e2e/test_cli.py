@@ -390,6 +390,27 @@ def test_attach_passes_input_and_follows(up: Cli) -> None:
         stream.close()
 
 
+def test_attach_passes_input_to_a_detached_container(up: Cli) -> None:
+    up.ok("run", "-n", "-i", "/in", "--", "sh", "-c", "cat; echo tail")
+    assert up.ok("attach", "/in", stdin=b"hello\n") == "hello\ntail\n"
+    assert "exited 0" in up.ok("wait", "/in")
+
+
+@pytest.mark.parametrize("victim", ["tightship.containerizer", "spawner/__main__.py", "tightship.switchboard"])
+def test_a_run_goes_on_when_a_service_dies(up: Cli, victim: str) -> None:
+    process = up.start("run", "--", "sh", "-c", "trap '' PIPE; echo ready; sleep 2; echo late; exit 5")
+    begun = await_line(process.stdout, b"ready\n")
+    os.kill(up.service(victim), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 5, err.decode()
+    if victim == "tightship.switchboard":  # it held the other ends of the pipes
+        assert b"incomplete" in err
+    else:
+        assert begun + out == b"ready\nlate\n"
+    until(lambda: up("run", "--", "true").returncode == 0)
+    assert not up.json("list").get("containers")
+
+
 def test_cleanup_and_audit(up: Cli) -> None:
     assert up("audit").returncode == 0
     planted = next(base for base in census.cgroup_bases((up.run_dir / "instance").read_text().strip())) / "planted"
@@ -498,9 +519,11 @@ def test_what_a_dead_embedded_pair_left_is_swept_at_the_next_start(alone: Cli) -
     await_line(process.stdout, b"ready\n")
     dead = next(embedded(alone))
     instance = (dead / "instance").read_text().strip()
-    for words in ("supervisor/__main__.py", "spawner/__main__.py", "tightship.containerizer", "tightship.switchboard"):
-        with contextlib.suppress(StopIteration, ProcessLookupError):
-            os.kill(alone.service(words), signal.SIGKILL)
+    words = ("supervisor/__main__.py", "spawner/__main__.py", "tightship.containerizer", "tightship.switchboard")
+    services = [alone.service(each) for each in words]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none may clean up after another
+        for pid in services:
+            os.kill(pid, number)
     process.kill()
     process.communicate()
     until(lambda: not alone.processes())

@@ -64,13 +64,24 @@ class Options:
         print_json({key: [plain(message) for message in messages]})
 
     async def _call(self, what: Callable[[AsyncClient], Awaitable[int | None]]) -> int | None:
-        from tightship.client import AsyncClient, TightshipError
+        from tightship.client import TightshipError
 
-        async with AsyncClient(self.run_dir, patience_s=5.0) as client:
+        async with connect(self.run_dir) as client:
             try:
                 return await what(client)
             except TightshipError as error:
                 raise failure.failed_call(error, self.run_dir) from None
+
+
+def connect(directory: str) -> AsyncClient:
+    """A client as commands use it."""
+    import logging
+
+    from tightship.client import AsyncClient
+
+    # Of a dead collector one line is enough.
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    return AsyncClient(directory, patience_s=5.0)
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -11,10 +11,10 @@ _CONTROLLERS = frozenset({"cpu", "cpuset", "memory", "pids"})
 
 def missing() -> str | None:
     """One line that says what is missing and what to do; None when nothing is."""
-    mounts = _mounts()
-    if not mounts:
+    trees = _trees()
+    if not trees:
         return "no cgroup file system is mounted: mount cgroup2 on /sys/fs/cgroup (as root)"
-    refused = [path for path in mounts if not _writable(path)]
+    refused = sorted(mounts[0] for mounts in trees.values() if not any(map(_writable, mounts)))
     if not refused:
         return None
     who = "root" if os.geteuid() == 0 else f"user {os.geteuid()}"
@@ -32,13 +32,17 @@ def _writable(mount: str) -> bool:
     return os.access(ours if os.path.isdir(ours) else mount, os.W_OK | os.X_OK)
 
 
-def _mounts() -> list[str]:
-    """Where cgroup trees of interest are mounted: fields of /proc/PID/mountinfo are in proc_pid_mountinfo(5)."""
-    found = []
+def _trees() -> dict[str, list[str]]:
+    """Where each tree of interest is mounted, by controller. /proc/PID/mountinfo is in proc_pid_mountinfo(5)."""
+    found: dict[str, list[str]] = {}
     with open("/proc/self/mountinfo") as file:
         for line in file:
             before, _, after = line.partition(" - ")
             kind, _, options = after.split()[:3]
-            if kind == "cgroup2" or (kind == "cgroup" and _CONTROLLERS & set(options.split(","))):
-                found.append(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+            path = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4])
+            if kind == "cgroup2":
+                found.setdefault(kind, []).append(path)
+            elif kind == "cgroup":
+                for controller in _CONTROLLERS.intersection(options.split(",")):
+                    found.setdefault(controller, []).append(path)
     return found

@@ -83,7 +83,8 @@ def attach(options: Options, *, name: str) -> int:
     """Follow the output of a container (NAME or id) from the start; input that is piped in goes to its process.
 
     \b
-    Example: echo hello | tightship attach /cat
+    Example: tightship run -n -i /cat -- cat
+             echo hello | tightship attach /cat
     """
 
     async def call(client: AsyncClient) -> None:

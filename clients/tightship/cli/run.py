@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tightship.cli import failure, output, render, terminal, values
-from tightship.cli.context import Options, common, plain, print_json
+from tightship.cli.context import Options, common, connect, plain, print_json
 from tightship.cli.main import RUN_FAILED
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 @click.command(cls=_Run)
 @click.option("-n", "--detach", is_flag=True, help="Leave it running; print its name.")
+@click.option("-i", "--stdin", is_flag=True, help="With -n: a pipe for standard input, for `attach`.")
 @click.option("--spec", "spec_text", metavar="SPEC", help="Limits, as protobuf text.")
 @click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE.")
 @click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone takes ours. Nothing is inherited.")
@@ -100,6 +101,7 @@ def run(
     options: Options,
     *,
     detach: bool,
+    stdin: bool,
     spec_text: str | None,
     config: str | None,
     env: tuple[str, ...],
@@ -133,7 +135,7 @@ def run(
         "detach": detach,
         "max_lifetime": max_lifetime,
         "report_in_force": verbose or options.json,
-        "stdin": not detach and terminal.input_is_passed(),
+        "stdin": stdin if detach else terminal.input_is_passed(),
     }
     try:
         asked["spec"] = values.spec(spec_text, config)
@@ -218,13 +220,13 @@ class _Runner:
         return asyncio.run(self._main())
 
     async def _main(self) -> int:
-        from tightship.client import AsyncClient, TightshipError
+        from tightship.client import TightshipError
 
         self.task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        async with AsyncClient(self.directory, patience_s=5.0) as client:
+        async with connect(self.directory) as client:
             try:
                 if self.embedded is not None:
                     await client.ready(10.0)
@@ -278,6 +280,7 @@ class _Runner:
                 await copying
             except BrokenPipeError:
                 return failure.BROKEN_PIPE  # leaving cancels it
+            self._tell_output(launched)
             await asyncio.wait([gone, stopped], return_when=asyncio.FIRST_COMPLETED)
             if not gone.done():
                 return await self._cancel(launched, copying)
@@ -319,6 +322,11 @@ class _Runner:
             output.say(f"{started.name} ({started.id}) started, pid {started.pid}")
             for each in started.in_force:
                 output.say(f"in force: {each.field} {each.value} ({each.file})")
+
+    def _tell_output(self, launched: AsyncLaunch) -> None:
+        end = launched.output_end
+        if end is not None and end.end_reason not in ("exit", "released", ""):
+            output.say(f"output may be incomplete: {end.end_reason}")
 
     def _tell_ended(self, record: pb.Record, cleanup: pb.Cleanup) -> None:
         if self.options.json:

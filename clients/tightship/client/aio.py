@@ -88,14 +88,14 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls and channels; spans that are queued are sent, for 2 s at most."""
+        """Ends all calls and channels; spans that are queued are sent, for 1 s at most."""
         for opened in self._channels.values():
             await opened.close()
         self._channels.clear()
         self.__dict__.pop("containerizer", None)
         self.__dict__.pop("switchboard", None)
         if self.tracer.enabled and self._owns_tracer:
-            await asyncio.to_thread(self.tracer.shutdown, 2.0)
+            await asyncio.to_thread(self.tracer.shutdown, 1.0)
 
     @functools.cached_property
     def containerizer(self) -> ContainerizerServiceAsyncStub:

@@ -152,7 +152,7 @@ class AsyncLaunch:
         self._pump.cancel()
         if self._input is not None:
             self._input.abandon()
-        self._finish("CANCELLED" if self._gone.cancelled() else "OK")
+        self._finish()
 
     async def __aenter__(self) -> Self:
         return await self.start()
