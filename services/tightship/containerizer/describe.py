@@ -30,8 +30,13 @@ def started(operation: Operation, *, joined: bool, with_limits: bool) -> pb.Laun
     told = pb.LaunchResponse.Started(id=row.id, name=row.name, lease_id=row.id, pid=row.live.pid, joined=joined)
     told.time.FromNanoseconds(row.live.started)
     if with_limits:
-        told.in_force.extend(in_force(row))
+        told.in_force.extend(operation.in_force or in_force(row))
     return told
+
+
+def note_in_force(operation: Operation) -> None:
+    """Keeps the values for STARTED: a short command and its cgroups may be gone by then."""
+    operation.in_force = in_force(operation.row)
 
 
 def living(operation: Operation, *, with_limits: bool) -> pb.Container:

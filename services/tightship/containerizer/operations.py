@@ -76,6 +76,9 @@ class Operation:
         self.launch_order: dict[str, Any] = {}
         """The fields of LAUNCH and Acquire that only a new launch has; dropped when sent."""
         self.acquire = sb.AcquireRequest()
+        self.at_gate: Callable[[Operation], None] | None = None
+        """Called when the process waits at its gate, in its cgroups."""
+        self.in_force: list[pb.InForce] = []
         self.recovering = recovering
         self.asked = row.reason if row.phase is Phase.UNDOING and row.reason not in _NOT_ASKED else ""
         """Why it was asked to end; empty while it wasn't."""
@@ -295,6 +298,8 @@ class Operation:
         async with self._step("commit"):
             self._commit()
         if row.kind is Kind.LAUNCH:
+            if self.at_gate is not None:
+                self.at_gate(self)
             async with self._step("open"):
                 self.open_asked = True
                 self._opened(await self._race(self.parts.spawner.order("OPEN", launch=row.id), OPEN_TIMEOUT_S, "open"))

@@ -90,6 +90,8 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                         _check_same(ended.request_hash, request)
                         return ended
                 operation = admission.launch(self._parts, request, context.time_remaining(), trace)
+                if request.report_in_force:
+                    operation.at_gate = describe.note_in_force
                 operation.start()
                 return operation
             _check_same(known.row.request_hash, request)
