@@ -91,7 +91,7 @@ def main(
     raise_file_limit()
     settings = Settings(
         run=run,
-        log_dir=log_dir or run.logs,
+        log_dir=Path(os.path.abspath(log_dir)) if log_dir else run.logs,
         log_cap=log_cap,
         retention=Retention(retention_age, retention_number),
         leases_max=affordable_leases(leases_max),

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.switchboard import requests
@@ -273,7 +272,7 @@ def _end(lease: pb.Lease) -> pb.AttachOutputResponse:
     return pb.AttachOutputResponse(end=end)
 
 
-async def _read(path: Path, offset: int, count: int) -> bytes:
+async def _read(path: str, offset: int, count: int) -> bytes:
     """Bytes of a segment; empty where the file ends or is gone. What is not in the page cache, a thread reads."""
     try:
         return _read_now(path, offset, count, os.RWF_NOWAIT)
@@ -286,7 +285,7 @@ async def _read(path: Path, offset: int, count: int) -> bytes:
         return b""
 
 
-def _read_now(path: Path, offset: int, count: int, flags: int) -> bytes:
+def _read_now(path: str, offset: int, count: int, flags: int) -> bytes:
     """See preadv2(2)."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -140,6 +140,9 @@ class Connection:
                 self._take(packet, fds)
             except BadFrame as error:
                 self.close(str(error))
+            except Exception:  # noqa: BLE001  it must not end the others
+                _log.exception("fd.sock: a frame failed")
+                self.close("internal error")
             finally:
                 # Whoever keeps one has taken it out of the list.
                 fdpass.close_all(fds)

@@ -31,6 +31,7 @@ from tightship.switchboard.ledger import (
     Claimed,
     Close,
     Drain,
+    Effect,
     Effects,
     Exit,
     LastCopy,
@@ -188,7 +189,7 @@ class Leases:
         self._listeners[owner] = listener
 
     def session_ended(self, owner: str, session: int, listener: Callable[[pb.Lease], None]) -> None:
-        if self._listeners.get(owner) is listener:
+        if self._listeners.get(owner) == listener:
             del self._listeners[owner]
         self._carry_out(self._ledger.session_ended(time.monotonic(), session))
 
@@ -234,10 +235,16 @@ class Leases:
             raise ServiceError(Code.INVALID_ARGUMENT, "NOT_A_PIDFD", "the descriptor is no pidfd")
         lease = self._ledger.bind(time.monotonic(), token, claimer)
         live = self._live[lease.id]
-        live.pidfd = pidfd
         live.bound_ns = time.time_ns()
-        self._loop.add_reader(pidfd, self._process_ended, live)
         live.wake()
+        try:
+            with as_service_error():
+                self._loop.add_reader(pidfd, self._process_ended, live)
+        except ServiceError:
+            # Nobody would tell the end of the process.
+            self._carry_out(self._ledger.release(time.monotonic(), lease))
+            raise
+        live.pidfd = pidfd
 
     def let_go(self, token: bytes, claimer: int) -> None:
         self._carry_out(self._ledger.let_go(time.monotonic(), token, claimer))
@@ -288,22 +295,28 @@ class Leases:
     def _carry_out(self, effects: Effects) -> None:
         for effect in effects:
             live = self._live[effect.lease.id]
-            match effect:
-                case Drain():
-                    self._drain(live)
-                case LastCopy():
-                    self._begin(live)
-                    for source in live.sources:
-                        live.pump.last_copy(source)
-                case AskKernel():
-                    self._ask_kernel(live)
-                case Close(deadline=deadline):
-                    if failpoints.DIRECTORY is None:
-                        self._close(live)
-                    else:
-                        self._spawn(self._close_held(live, deadline))
+            try:
+                self._carry_out_one(effect, live)
+            except Exception:  # noqa: BLE001  the other leases' effects must not be lost
+                _log.exception("lease %s: %s failed", live.lease.id, type(effect).__name__)
             live.wake()
         self._arm()
+
+    def _carry_out_one(self, effect: Effect, live: Live) -> None:
+        match effect:
+            case Drain():
+                self._drain(live)
+            case LastCopy():
+                self._begin(live)
+                for source in live.sources:
+                    live.pump.last_copy(source)
+            case AskKernel():
+                self._ask_kernel(live)
+            case Close(deadline=deadline):
+                if failpoints.DIRECTORY is None:
+                    self._close(live)
+                else:
+                    self._spawn(self._close_held(live, deadline))
 
     def _drain(self, live: Live) -> None:
         self._begin(live)
@@ -366,6 +379,8 @@ class Leases:
         if (listener := self._listeners.get(live.lease.terms.owner)) is not None:
             listener(message)
         live.wake()
+        for source in live.sources:
+            source.owner = None  # a cycle would wait for the collector
         self.catalogue.add(Ended(message, live.logs))
         if self._tracer.enabled and len(self._spans) < _SPANS_MAX:
             self._spans.append((live, message))
@@ -439,7 +454,8 @@ class Leases:
     def _changed(self, changed: list[Source]) -> None:
         for source in changed:
             live = source.owner
-            assert isinstance(live, Live)
+            if not isinstance(live, Live):
+                continue  # severed, and closed meanwhile
             live.wake()
             if live.outputs_ended:
                 self._carry_out(self._ledger.drained(time.monotonic(), live.lease))

@@ -59,7 +59,6 @@ class Source:
         "budget",
         "fd",
         "file",
-        "inode",
         "log",
         "owner",
         "told",
@@ -72,7 +71,6 @@ class Source:
         self.budget = budget
         self.owner = owner
         self.file = -1
-        self.inode = os.fstat(fd).st_ino
         self.watched = False
         """Whether growth is told; set in the event loop."""
         self.told = False
@@ -128,7 +126,7 @@ class Source:
         except BlockingIOError:
             pass
         except OSError:
-            _log.exception("stream %s of pipe %d ends early", self.log.path, self.inode)
+            _log.exception("stream %s ends early", self.log.path)
             at_end = True
         if at_end:
             self._finish()

@@ -36,7 +36,7 @@ class Log:
     """One output stream. `size` counts all bytes written by the container, gaps included."""
 
     stream: Stream
-    path: Path
+    path: str
     size: int = 0
     ended: bool = False
     gaps: list[Gap] = field(default_factory=list)
@@ -79,16 +79,15 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._root = str(root)
         os.makedirs(root, mode=0o750, exist_ok=True)
-
-    def path(self, lease_id: str, stream: Stream) -> Path:
-        return self.root / lease_id / NAMES[stream]
 
     def logs(self, lease_id: str) -> tuple[Log, Log]:
         """New, empty ones."""
+        directory = f"{self._root}/{lease_id}/"  # not a Path: this is on the way of a launch
         return (
-            Log(Stream.STDOUT, self.path(lease_id, Stream.STDOUT)),
-            Log(Stream.STDERR, self.path(lease_id, Stream.STDERR)),
+            Log(Stream.STDOUT, directory + NAMES[Stream.STDOUT]),
+            Log(Stream.STDERR, directory + NAMES[Stream.STDERR]),
         )
 
     def found(self, lease_id: str) -> tuple[Log, Log]:
@@ -112,11 +111,11 @@ class Store:
         shutil.rmtree(self.root / lease_id, ignore_errors=True)
 
 
-def open_for_writing(path: Path) -> int:
+def open_for_writing(path: str) -> int:
     """The segment file, with its directory. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags, 0o640)
     except FileNotFoundError:
-        os.makedirs(path.parent, mode=0o750, exist_ok=True)
+        os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)
         return os.open(path, flags, 0o640)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -22,6 +23,8 @@ SESSIONS_MAX = 64
 _OUTBOX_MAX = 8192
 _TASKS_MAX = 1024
 _LAST_WRITES_S = 0.2
+
+_log = logging.getLogger(__name__)
 
 Write = Callable[[pb.SessionResponse], Awaitable[None]]
 
@@ -104,6 +107,8 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._over.done():
+                self._over.exception()  # seen, also where this was cancelled
         for outcome in (self._over, reading):
             if outcome.done() and not outcome.cancelled():
                 outcome.result()
@@ -169,7 +174,7 @@ class Session:
                     raise invalid("hello", "is for the first message alone")
                 case _:
                     raise invalid("message", "is empty or unknown")
-        except ServiceError as error:
+        except Exception as error:  # noqa: BLE001  one request must not end the session
             self._refuse(number, error)
 
     async def _acquire(self, message: pb.SessionRequest) -> None:
@@ -191,10 +196,13 @@ class Session:
     async def _answering(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except ServiceError as error:
+        except Exception as error:  # noqa: BLE001  as above
             self._refuse(number, error)
 
-    def _refuse(self, number: int, error: ServiceError) -> None:
+    def _refuse(self, number: int, error: Exception) -> None:
+        if not isinstance(error, ServiceError):
+            _log.error("a request of %s failed", self._owner, exc_info=error)
+            error = ServiceError(Code.INTERNAL, "INTERNAL", f"{type(error).__name__}: {error}")
         code: int = error.code.value[0]
         told = pb.SessionError(code=code, message=error.message, reason=error.reason, metadata=error.metadata)
         self._put(pb.SessionResponse(request=number, error=told))
