@@ -131,6 +131,9 @@ def test_no_durations(text: str) -> None:
         (["run", "-c", "/no/such/file", "--", "true"], 125, "5 NOT_FOUND"),
         (["run", "-n", "--", "true"], 125, "9 FAILED_PRECONDITION"),
         (["run", "", "true"], 125, "3 INVALID_ARGUMENT"),
+        (["run", "--", "printf", "\udcff"], 125, "not UTF-8"),
+        (["create", "/\udcff", ""], 3, "not UTF-8"),
+        (["wait", "--timeout", "99999999999999999h", "/a"], 3, "ten years"),
     ],
 )
 def test_statuses_without_a_service(args: list[str], status: int, says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tightship.cli import failure, names
+from tightship.cli import failure, names, values
 from tightship.client.where import answers, run_dir
 
 if TYPE_CHECKING:
@@ -100,7 +101,11 @@ def common(command: F) -> F:
     """Gives a command `--run-dir` and `--json`, also taken before the command's name, as its first argument."""
 
     def wrapped(*args: Any, run_dir_here: str | None, json_here: bool, **keywords: Any) -> Any:
-        above = click.get_current_context().find_root().params
+        context = click.get_current_context()
+        for word in sys.argv[1:]:
+            if not values.is_text(word):
+                raise click.UsageError(f"{word!a} is not UTF-8", context)
+        above = context.find_root().params
         options = Options(run_dir(run_dir_here or above.get("run_dir")), json_here or bool(above.get("json")))
         return command(options, *args, **keywords)
 

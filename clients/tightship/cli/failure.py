@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
 OK = 0
 CANCELLED = 1
-UNKNOWN = 2
 INVALID_ARGUMENT = 3
 DEADLINE_EXCEEDED = 4
 NOT_FOUND = 5
@@ -22,7 +21,8 @@ UNAVAILABLE = 14
 # 128 + SIGPIPE: whoever read our output has gone.
 BROKEN_PIPE = 141
 
-CODES = {
+# Of those that commands find themselves.
+_NAMES = {
     CANCELLED: "CANCELLED",
     INVALID_ARGUMENT: "INVALID_ARGUMENT",
     DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
@@ -41,29 +41,27 @@ _ORDER = ("field", "line", "column", "file", "value", "errno", "stage", "name")
 class Failure(Exception):
     """Ends the command with the gRPC code and the message."""
 
-    def __init__(self, code: int, message: str) -> None:
+    def __init__(self, code: int, message: str, name: str | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.name = name or _NAMES[code]
 
     def shown(self) -> str:
-        return f"{self.code} {CODES.get(self.code, 'UNKNOWN')}: {self.message}"
+        return f"{self.code} {self.name}: {self.message}"
 
 
-def failed_call(error: TightshipError, directory: str) -> Failure:
-    """A failed call with all that the service tells, for people."""
+def failed_call(error: TightshipError, directory: str, *, embedded: bool = False) -> Failure:
+    """A failed call on the pair of the run directory, with all that the service tells, for people."""
     message = error.message
     if error.number == UNAVAILABLE and not error.reason:
-        message = (
-            f"a service on {directory} is away: {message}; look with `tightship list`, start with `tightship up -d`"
-        )
+        do = "" if embedded else "; look with `tightship list`, start with `tightship up -d`"
+        message = f"a service on {directory} is away: {message}{do}"
     keys = sorted(error.metadata, key=lambda key: (_ORDER.index(key) if key in _ORDER else len(_ORDER), key))
     facts = [f"{key} {error.metadata[key]}" for key in keys if error.metadata[key]]
     if facts:
         message += f"\n  {', '.join(facts)}"
-    failure = Failure(error.number, message)
-    CODES.setdefault(error.number, error.code.name)
-    return failure
+    return Failure(error.number, message, error.code.name)
 
 
 def no_service(directory: str) -> Failure:

@@ -30,7 +30,7 @@ NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
 # Output after a cancel: what the switchboard's own bounds for its end allow, and a little.
-_LAST_OUTPUT_S = 6.0
+_LAST_OUTPUT_S = 3.0
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -306,7 +306,7 @@ class _Runner:
         return 128 + self.signal
 
     def _failed(self, error: TightshipError) -> int:
-        output.say(failure.failed_call(error, self.directory).shown())
+        output.say(failure.failed_call(error, self.directory, embedded=self.embedded is not None).shown())
         if error.stage == "exec":
             return NOT_FOUND if error.errno in ("ENOENT", "2") else NOT_EXECUTABLE
         return RUN_FAILED

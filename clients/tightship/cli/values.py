@@ -8,13 +8,11 @@ from typing import NoReturn
 
 import click
 
-from tightship.cli.failure import Failure
+from tightship.cli.failure import INVALID_ARGUMENT, NOT_FOUND, Failure
 
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)?")
+_LONGEST_S = 10 * 365.25 * 86400
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-
-NOT_FOUND = 5
-INVALID_ARGUMENT = 3
 
 
 class Seconds(click.ParamType[float]):
@@ -28,7 +26,10 @@ class Seconds(click.ParamType[float]):
         match = _DURATION.fullmatch(str(value))
         if match is None:
             self.fail(f"{value!r} is no duration: write 2, 1.5s, 500ms, 10m or 1h", param, ctx)
-        return float(match[1]) * _UNITS[match[2]]
+        seconds = float(match[1]) * _UNITS[match[2]]
+        if seconds > _LONGEST_S:
+            self.fail(f"{value!r} is longer than ten years", param, ctx)
+        return seconds
 
 
 def pairs(given: tuple[str, ...], option: str) -> dict[str, str]:
@@ -51,8 +52,15 @@ def environment(given: tuple[str, ...]) -> dict[str, str]:
             value = os.environ[key]
         elif not (key and equals):
             raise _usage(f"--env {word!r}: write K=V, or the name of a variable that is set")
+        if not is_text(value):
+            raise _usage(f"--env {key}: the value is not UTF-8")
         made[key] = value
     return made
+
+
+def is_text(word: str) -> bool:
+    """Whether the word was UTF-8; Python keeps other bytes as lone surrogates, which no message can hold."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
 def spec(text: str | None, file: str | None) -> str | None:
