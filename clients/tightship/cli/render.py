@@ -108,7 +108,7 @@ def lease_rows(leases: Iterable[switchboard_pb2.Lease]) -> Iterable[Sequence[str
             left,
             ",".join(each.holders) or "-",
             out,
-            each.labels.get("name", "") or "-",
+            each.labels.get("container", "") or "-",
         )
 
 
