@@ -30,8 +30,9 @@ from tests.harness.pair import ROOT, Pair, Service
 from tests.harness.waiting import Answer, until
 from tightship.v1 import containerizer_pb2 as cpb
 
-FAULTS = ("errno", "cancel", "deadline", "kill client", "kill containerizer", "kill spawner", "kill switchboard")
-# The command of a launch that is swept; of a container that a swept Destroy ends.
+CLIENT_FAULTS = ("cancel", "deadline", "kill client")
+FAULTS = ("errno", *CLIENT_FAULTS, "kill containerizer", "kill spawner", "kill switchboard")
+# The command of a launch that ends by itself; of one that a cancel or a Destroy ends.
 QUICK = ["/bin/true"]
 LASTING = ["/bin/sleep", "600"]
 # Create refuses virtual_host.
@@ -49,6 +50,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.operation} {self.point} {self.fault}"
+
+    @property
+    def command(self) -> list[str]:
+        return LASTING if self.fault in CLIENT_FAULTS and not self.undoing else QUICK
 
     @property
     def undoing(self) -> bool:
@@ -92,6 +97,7 @@ class Sweeper:
         self._pair.start()
         self._client = self._spare_client()
         self._bystander = self._launch_bystander()
+        self._check_bystander(streams=True)
         self._pair.calls.run(QUICK, fresh_name("warm"), FULL_SPEC)
         self._before = self._look()
         return self
@@ -120,9 +126,9 @@ class Sweeper:
             pair.points.disarm(case.point)
         self._await_recovery()
         self._check_create(case, name)
+        self._check_bystander(streams=case.fault != "kill switchboard")
         self._settle()
         assert pair.calls.run(QUICK, name, FULL_SPEC).code == 0, "the name is not free"
-        self._check_bystander(streams=case.fault != "kill switchboard")
         self._settle()
 
     def plain(self, operation: str) -> set[str]:
@@ -133,7 +139,7 @@ class Sweeper:
         if operation == "destroy":
             pair.calls.detach(LASTING, name, FULL_SPEC)
         pair.points.arm("_all", "hit")
-        self._call(operation, name, None).result()
+        self._call(operation, name, QUICK, None).result()
         self._settle(but=name if operation == "create" else None)
         hits = pair.points.hits()
         pair.points.clear()
@@ -147,12 +153,12 @@ class Sweeper:
     def _inflict(self, case: Case, name: str) -> None:
         pair = self._pair
         if case.fault == "kill client":
-            client = self._order_client(case.operation, name)
+            client = self._order_client(case, name)
             self._await_hit(case)
             client.kill()
             client.wait()
         else:
-            call = self._call(case.operation, name, _DEADLINE_S if case.fault == "deadline" else None)
+            call = self._call(case.operation, name, case.command, _DEADLINE_S if case.fault == "deadline" else None)
             self._await_hit(case)
             match case.fault:
                 case "errno":
@@ -169,18 +175,18 @@ class Sweeper:
             assert call.arrived(_RECOVERY_S), "the caller is left without an answer"
         if case.undoing:
             pair.points.disarm(case.point)
-        elif case.fault in ("cancel", "deadline", "kill client"):
+        elif case.fault in CLIENT_FAULTS:
             # Still armed: what is held must end by itself.
             self._settle(but=name if case.operation == "create" and _committed(case.point) else None)
 
     def _await_hit(self, case: Case) -> None:
         self._pair.points.await_hit(case.point, _RECOVERY_S)
 
-    def _call(self, operation: str, name: str, timeout: float | None) -> _Call:
+    def _call(self, operation: str, name: str, command: list[str], timeout: float | None) -> _Call:
         calls = self._pair.calls
         match operation:
             case "launch":
-                return _Call(calls.launch(QUICK, name, FULL_SPEC, timeout=timeout).call, list)
+                return _Call(calls.launch(command, name, FULL_SPEC, timeout=timeout).call, list)
             case "create":
                 request = cpb.CreateRequest(name=name, spec=cpb.SpecInput(text=CREATE_SPEC))
                 return _Call(calls.containerizer.Create.future(request, timeout=timeout), lambda call: call.result())
@@ -275,13 +281,13 @@ class Sweeper:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
 
-    def _order_client(self, operation: str, name: str) -> subprocess.Popen[str]:
+    def _order_client(self, case: Case, name: str) -> subprocess.Popen[str]:
         client, self._client = self._client, self._spare_client()
         assert client.stdin is not None
         assert client.stdout is not None
         assert client.stdout.readline() == "ready\n"
-        spec = CREATE_SPEC if operation == "create" else FULL_SPEC
-        client.stdin.write(json.dumps([operation, name, QUICK, spec]) + "\n")
+        spec = CREATE_SPEC if case.operation == "create" else FULL_SPEC
+        client.stdin.write(json.dumps([case.operation, name, case.command, spec]) + "\n")
         client.stdin.close()
         client.stdout.close()
         return client
