@@ -25,13 +25,12 @@ def main() -> None:
     operation, name, command, spec = json.loads(line)
     match operation:
         case "launch":
-            for response in calls.launch(command, name, spec).call:
-                print(response.WhichOneof("event"), flush=True)
+            for _ in calls.launch(command, name, spec).call:
+                pass
         case "create":
             calls.create(name, spec)
         case "destroy":
             calls.destroy(name)
-    print("done", flush=True)
 
 
 if __name__ == "__main__":
