@@ -89,6 +89,9 @@ class Peer:
                 return data
             data += more
 
+    def output_ready(self, token: bytes) -> bool:
+        return bool(select.select([self.near[token][Stream.STDOUT]], [], [], 0)[0])
+
     def hung_up(self, token: bytes) -> bool:
         """Whether no far end of its standard output is open anywhere."""
         poll = select.poll()
@@ -165,7 +168,7 @@ class Client:
     def __init__(self, run: RunDir, hello: bool = True) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(PATIENCE_S)
-        wait_until(lambda: run.spawner_sock.exists(), "spawner.sock")
+        wait_until(run.spawner_sock.exists, "spawner.sock")
         self.sock.connect(os.fspath(run.spawner_sock))
         self._id = 0
         self._replies: dict[int, Packet] = {}
@@ -315,6 +318,10 @@ class Rig:
 
     def descriptors(self) -> list[str]:
         return sorted(fds(self.process.pid).values())
+
+    def kinds(self) -> list[str]:
+        """Its descriptors by kind: a new connection for an old one makes no difference."""
+        return sorted(target.partition(":[")[0] for target in self.descriptors())
 
 
 def children(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tightship.kernel import fdframes
 from tightship.kernel.fdframes import BadFrame, ExitKind, Frame, Stream, Type
 
@@ -46,7 +47,7 @@ def test_the_page_has_every_type_with_its_number() -> None:
 
 def payload_size(text: str) -> int:
     """Bytes of a payload as its row says: `32 bytes token; u8 kind; 3 zero bytes; i32 code`."""
-    text = text.split(". ")[0].split(", or ")[0]
+    text = text.partition(". ")[0].partition(", or ")[0]
     sizes = [int(number) for number in re.findall(r"(\d+) (?:zero )?bytes", text)]
     return sum(sizes) + sum(int(bits) // 8 for bits in re.findall(r"\b[ui](\d+) ", text))
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+
 from tightship.common import packets
 from tightship.kernel import fdpass
 

@@ -257,6 +257,7 @@ class Launch(Contained):
         gate, self._gate = os.pipe()
         try:
             self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._around.loop.watch(self._status, self._status_ready)
             try:
                 prepared = child.Prepared(order, self._streams, gate, status, self._around.limits)
                 cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
@@ -273,7 +274,6 @@ class Launch(Contained):
             os.close(gate)
         self.pid = pid
         self._around.children[pid] = self
-        self._around.loop.watch(self._status, self._status_ready)
         self.times["clone"] = time.monotonic_ns()
 
     def _bind(self) -> None:
