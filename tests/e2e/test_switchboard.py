@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import grpc
 import pytest
@@ -50,6 +50,7 @@ class Board:
         if failpoints:
             self.environment["TIGHTSHIP_FAILPOINTS"] = str(self.points.directory)
         self.process: subprocess.Popen[bytes] | None = None
+        self.stderr: IO[bytes] | None = None
         self._clients: list[Client] = []
         self._channel: grpc.Channel | None = None
 
@@ -71,6 +72,7 @@ class Board:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tightship.switchboard", "--run-dir", str(self.run_dir), *self.options],
             env=self.environment,
+            stderr=self.stderr,
         )
         until((self.run_dir / "switchboard.sock").exists)
         if self._channel is not None:
@@ -1253,6 +1255,33 @@ def test_memory_and_descriptors_stay_over_many_leases(board: Board) -> None:
     launches("soak", 500)
     assert board.rss() - before < 500 * 655 + (256 << 10)
     session.end()
+
+
+# Traces
+
+
+def test_the_lease_is_a_span_of_the_trace_that_acquired_it_and_none_is_lost_at_the_end() -> None:
+    with Board() as board:
+        board.end()
+        spans = board.run_dir / "spans"
+        board.environment["OTEL_TRACES_EXPORTER"] = "console"
+        with spans.open("wb") as board.stderr:
+            board.start()
+        trace = "5" * 32
+        parent = f"00-{trace}-{'7' * 16}-01"
+        token = board.acquire("traced", traceparent=parent).token
+        board.stub.Release(pb.ReleaseRequest(lease_id="unrelated"), metadata=(("traceparent", parent),))
+        ends = board.client().claim(token)
+        board.stub.Release(pb.ReleaseRequest(lease_id="traced", cancel_reason="client_cancelled"))
+        board.await_state("traced", pb.Lease.CLOSED)
+        fdpass.close_all(list(ends.values()))
+        assert board.end() < 5.0
+        text = spans.read_text()
+        assert text.count(f'"trace_id": "0x{trace}"') >= 2
+        assert '"name": "lease"' in text
+        assert '"tightship.cancel.reason": "client_cancelled"' in text
+        assert '"name": "tightship.v1.SwitchboardService/Release"' in text
+        assert token.hex() not in text
 
 
 # Failpoints

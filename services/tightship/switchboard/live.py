@@ -115,6 +115,7 @@ def emit_span(tracer: Tracer, live: Live, lease: pb.Lease) -> None:
             "tightship.exit.signal": _signal_name(lease.exit.signal) if lease.exit.HasField("signal") else None,
             "tightship.stdout.bytes": lease.streams[0].size,
             "tightship.stderr.bytes": lease.streams[1].size,
+            "tightship.lease.fds_closed": 2 * (len(live.sources) + live.lease.terms.stdin) + bool(live.bound_ns),
             "tightship.lost.bytes": sum(info.lost for info in lease.streams),
         },
         events=[(name, moment, {}) for name, moment in moments if moment],
