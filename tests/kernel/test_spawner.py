@@ -858,10 +858,10 @@ def test_contained_processes_outlive_it_and_unopened_ones_do_not(tmp_path: Path)
 
 
 SERVICE = """
+trap 'echo term >> "$0"; exit 0' TERM
 echo $$ $PPID >> "$0"
 for i in $(seq 3 200); do [ -e /proc/$$/fd/$i ] && echo "inherited $i" >> "$0"; done
 [ "$(wc -l < "$0")" -lt 3 ] && exit 1
-trap 'echo term >> "$0"; exit 0' TERM
 while :; do sleep 0.01; done
 """
 
