@@ -388,7 +388,7 @@ class Operation:
             self.conclude()
         else:
             self._write()
-        backoff = Backoff(0.5, 30.0)
+        backoff = Backoff(0.2, 30.0)
         while True:
             self._again = self.impatient = False
             self.undo_budget, self._budget = self._budget_now(), None
@@ -539,7 +539,8 @@ class Operation:
             log.error("the journal can't be written: %s", error)
 
     def _interrupted(self) -> bool:
-        return bool(self.asked)
+        """Whether what only waits is to end; also asked when the main process has already ended by itself."""
+        return bool(self.asked) or self.impatient
 
     def _check_asked(self) -> None:
         if self.asked:

@@ -33,6 +33,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _EXPIRED_S = 0.05
 _READY_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
+_RETRY_S = 2.0
 
 
 class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
@@ -80,6 +81,8 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 operation.leave(reason)
 
     async def _launch_or_join(self, request: pb.LaunchRequest, context: Context, trace: str) -> Operation | Ended:
+        if request.name:
+            await self._retry_pending(names.normalize(request.name))
         while True:
             known = self._parts.registry.requested(request.request_id)
             if known is None:
@@ -125,6 +128,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                             )
                             made[-1].start()
                             await self._made(made[-1], context)
+                await self._retry_pending(name)
                 operation = admission.create(self._parts, request, name, given, trace)
                 operation.start()
                 await self._made(operation, context)
@@ -136,6 +140,13 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             return pb.CreateResponse(
                 container=describe.living(operation, with_limits=True), parents_made=[each.row.name for each in made]
             )
+
+    async def _retry_pending(self, name: str) -> None:
+        """A name whose cleanup is pending may be free by now: it is tried once more before it is said to be taken."""
+        operation = self._parts.registry.named(name)
+        if operation is not None and operation.left and operation.over:
+            operation.ask("retry")
+            await operation.until(lambda: operation.over, _RETRY_S)
 
     async def _made(self, operation: Operation, context: Context) -> None:
         """Waits for a Create to be committed. Raises why it failed."""

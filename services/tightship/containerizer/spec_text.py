@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 
-# Comments, strings, names, and the marks that open and close messages; all else is passed over.
-_TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[A-Za-z_][A-Za-z0-9_]*|[{}<>\[\]:;,]|\n""")
+# Comments, strings, numbers, names, and the marks that open and close messages; all else is passed over.
+_TOKEN = re.compile(
+    r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[+-]?[0-9.][0-9A-Za-z.+-]*|[A-Za-z_][A-Za-z0-9_]*"""
+    r"""|[{}<>\[\]:;,]|\n"""
+)
 
 
 def locate(text: str, path: str) -> tuple[int, int] | None:
@@ -42,6 +45,6 @@ def locate(text: str, path: str) -> tuple[int, int] | None:
             here = [*open_messages, word]
             if here == wanted[: len(here)] and len(here) > best[0]:
                 best = (len(here), (line, match.start() - line_begin + 1))
-        elif word in ",;":
-            after_colon = False
+        elif word[0] != "#":
+            after_colon = False  # a number, a string, a separator
     return best[1] if best[0] else None

@@ -127,7 +127,7 @@ def undo(
                 removal = cgroup.remove(step.target, deadline, spare)
                 done.removed += [f"cgroup {path}" for path in removal.removed]
                 done.cgroups += len(removal.removed)
-                done.killed += removal.killed
+                done.killed += len(removal.killed)
                 if removal.left:
                     done.left[step.name] = "; ".join(f"{path}: {why}" for path, why in removal.left.items())
             failpoints.block(point + ".after", impatient)

@@ -169,7 +169,7 @@ class Walk:
 
     def _kill(self, path: str) -> int:
         """Kills what is in the cgroup, but for living containers below. In a worker thread."""
-        return cgroup.kill(path, lambda below: self._is_other_living(steps.identity_of(below)))
+        return len(cgroup.kill(path, lambda below: self._is_other_living(steps.identity_of(below))))
 
     # The lease.
 

@@ -26,6 +26,10 @@ _MODE = 0o1755
 _PAUSES_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
+def _none(_path: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Mount:
     """One mounted hierarchy. `controllers` of v1 are its names ("cpu", "cpuacct"); of v2 what it offers."""
@@ -155,11 +159,21 @@ def children(path: str) -> list[str]:
         return []
 
 
-def tree(path: str) -> Iterator[str]:
-    """The cgroup and all below it, deepest first."""
-    for name in children(path):
-        yield from tree(os.path.join(path, name))
-    yield path
+def tree(path: str, spare: Callable[[str], bool] = _none, spared: list[str] | None = None) -> list[str]:
+    """The cgroup and all below it, deepest first. Trees that `spare` takes are left out, and told in `spared`."""
+    found = []
+    todo = [path]
+    while todo:
+        here = todo.pop()
+        found.append(here)
+        for name in children(here):
+            below = os.path.join(here, name)
+            if not spare(below):
+                todo.append(below)
+            elif spared is not None:
+                spared.append(below)
+    found.reverse()
+    return found
 
 
 def populated(path: str) -> bool:
@@ -170,28 +184,23 @@ def populated(path: str) -> bool:
     return any(processes(each) for each in tree(path))
 
 
-def kill(path: str, spare: Callable[[str], bool] = lambda _path: False) -> int:
-    """Kills once what is in the cgroup and below, but for trees whose path `spare` takes; how many were listed.
+def kill(path: str, spare: Callable[[str], bool] = _none) -> set[int]:
+    """Kills once what is in the cgroup and below, but for trees whose path `spare` takes; the pids listed.
 
     cgroup.kill where the kernel has it (5.14) and nothing is spared; else each frozen cgroup's processes by pidfd:
     opened, listed again, signalled only when still listed, so that a recycled pid is never hit. Not waited for. Raises
     OSError.
     """
-    listed = 0
-    whole = True
-    for each in _spared_walk(path, spare):
-        if each is None:
-            whole = False
-        else:
-            listed += len(processes(each))
+    spared: list[str] = []
+    places = tree(path, spare, spared)
+    listed = {pid for each in places for pid in processes(each)}
     if not listed:
-        return 0
-    switch = os.path.join(path, "cgroup.kill")
-    if whole and os.path.exists(switch):
-        write(switch, "1")
         return listed
-    for each in _spared_walk(path, spare):
-        if each is not None:
+    switch = os.path.join(path, "cgroup.kill")
+    if not spared and os.path.exists(switch):
+        write(switch, "1")
+    else:
+        for each in places:
             _kill_frozen(each)
     return listed
 
@@ -201,12 +210,11 @@ class Removal:
     """What `remove` did. `left` says why a directory stayed, by path; empty when all is gone."""
 
     removed: list[str] = field(default_factory=list)
-    killed: int = 0
+    killed: set[int] = field(default_factory=set)
     left: dict[str, str] = field(default_factory=dict)
-    spared: bool = False
 
 
-def remove(path: str, deadline: float, spare: Callable[[str], bool] = lambda _path: False) -> Removal:
+def remove(path: str, deadline: float, spare: Callable[[str], bool] = _none) -> Removal:
     """Removes the cgroup with all inside it, deepest first: kills, then rmdir until it is not busy.
 
     `deadline` is of time.monotonic(); one attempt is made in any case. Trees that `spare` takes stay, and what is above
@@ -215,56 +223,43 @@ def remove(path: str, deadline: float, spare: Callable[[str], bool] = lambda _pa
     done = Removal()
     attempt = 0
     while True:
-        done.left.clear()
+        spared: list[str] = []
         try:
-            _remove_once(path, spare, done)
+            busy = _remove_once(path, spare, spared, done)
         except OSError as error:
-            done.left[path] = error.strerror or str(error)
+            busy = {path: error.strerror or str(error)}
+        done.left = dict.fromkeys(spared, "belongs to a living container") | busy
         pause = _PAUSES_S[min(attempt, len(_PAUSES_S) - 1)]
         attempt += 1
-        if not done.left or done.spared or time.monotonic() + pause > deadline:
+        if not busy or time.monotonic() + pause > deadline:
             return done
         time.sleep(pause)
 
 
-def _remove_once(path: str, spare: Callable[[str], bool], done: Removal) -> None:
-    try:
-        os.rmdir(path)  # nearly always it is empty: one call, no listing
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
-            raise
-    else:
-        done.removed.append(path)
-        return
-    done.killed += kill(path, spare)
-    for name in children(path):
-        below = os.path.join(path, name)
-        if spare(below):
-            done.left[below] = "belongs to a living container"
-            done.spared = True
-        else:
-            _remove_once(below, spare, done)
+def _remove_once(path: str, spare: Callable[[str], bool], spared: list[str], done: Removal) -> dict[str, str]:
+    """What is still busy, with why."""
+    if not _try_rmdir(path, done):  # nearly always it is empty: one call, no listing
+        return {}
+    done.killed |= kill(path, spare)
+    busy = {}
+    for each in tree(path, spare, spared):
+        if not any(kept.startswith(each + "/") for kept in spared) and (reason := _try_rmdir(each, done)):
+            busy[each] = reason
+    return busy
+
+
+def _try_rmdir(path: str, done: Removal) -> str:
+    """Why it is still there, or empty. Raises OSError where no later try can help."""
     try:
         os.rmdir(path)
     except FileNotFoundError:
-        pass
+        return ""
     except OSError as error:
-        done.left[path] = error.strerror or str(error)
-    else:
-        done.removed.append(path)
-
-
-def _spared_walk(path: str, spare: Callable[[str], bool]) -> Iterator[str | None]:
-    """Like `tree`; None stands for a tree that was spared."""
-    for name in children(path):
-        below = os.path.join(path, name)
-        if spare(below):
-            yield None
-        else:
-            yield from _spared_walk(below, spare)
-    yield path
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise
+        return error.strerror or str(error)
+    done.removed.append(path)
+    return ""
 
 
 def _kill_frozen(path: str) -> None:
