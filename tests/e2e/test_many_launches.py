@@ -11,12 +11,17 @@ import pytest
 from tests.harness.calls import Calls, fresh_name
 from tests.harness.census import anonymous_kib
 from tests.harness.pair import SERVICES, Pair
+from tests.harness.waiting import until
 
 NUMBER = 200
 IN_FLIGHT = 16
-# Bounded tables fill, allocators take their arenas, pools start their threads: growth counts after that.
-WARM_UP = 300
-POOLS_ROUNDS = 10
+# Allocators take their arenas, and records fill their table (1,000), whose retention starts its threads; what then
+# grows goes on for ever.
+WARM_UP = 1200
+# Memory goes up and down by 100 KiB with what the collector has not come to: the least of several looks counts, and the
+# growth of some hundreds, of which each may have its share.
+LOOKS = 10
+HUNDREDS = 4
 GROWTH_KIB = 64
 
 
@@ -60,30 +65,32 @@ def _in_flight(calls: Calls, number: int) -> None:
 
 @pytest.fixture(scope="module")
 def warm(own_pair_module: Pair) -> Pair:
-    pair = own_pair_module
-    _in_turn(pair.calls, WARM_UP // 2)
-    threads = None
-    for _ in range(POOLS_ROUNDS):
-        _in_flight(pair.calls, WARM_UP // 2)
-        if (now := pair.census().threads) == threads:
-            return pair
-        threads = now
-    raise AssertionError(f"threads go on growing: {threads}")
+    _in_turn(own_pair_module.calls, WARM_UP // 2)
+    _in_flight(own_pair_module.calls, WARM_UP // 2)
+    return own_pair_module
+
+
+def _least_memory(pair: Pair, launches: Callable[[Calls, int], None], number: int) -> dict[str, int]:
+    """KiB by service: the least of LOOKS during `number` launches."""
+    looks = []
+    for _ in range(LOOKS):
+        launches(pair.calls, number // LOOKS)
+        looks.append({service: anonymous_kib(pair.pid(service)) for service in SERVICES})
+    return {service: min(look[service] for look in looks) for service in SERVICES}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launches", [_in_turn, _in_flight], ids=["in turn", "in flight"])
 def test_containerd_9719_each_event_once_and_nothing_grows(warm: Pair, launches: Callable[[Calls, int], None]) -> None:
     before = warm.census()
-    launches(warm.calls, NUMBER // 2)
+    launches(warm.calls, NUMBER)
     warm.settle(before)
-    half = {service: anonymous_kib(warm.pid(service)) for service in SERVICES}
-    launches(warm.calls, NUMBER // 2)
+    memory = [_least_memory(warm, launches, 100) for _ in range(HUNDREDS + 1)]
     warm.settle(before)
-    after = warm.census()
-    growth = {service: anonymous_kib(warm.pid(service)) - half[service] for service in SERVICES}
-    assert after.threads == before.threads
-    assert max(growth.values()) <= GROWTH_KIB, f"KiB grown over {NUMBER // 2} launches: {growth}"
+    growth = {service: (memory[-1][service] - memory[0][service]) / HUNDREDS for service in SERVICES}
+    assert max(growth.values()) <= GROWTH_KIB, f"KiB grown over 100 launches: {growth}; {memory}"
+    # The threads of gRPC come and go by themselves.
+    until(lambda: all(warm.census().threads[one] <= before.threads[one] for one in SERVICES), "threads as before", 60)
 
 
 @pytest.mark.timeout(300)

@@ -121,11 +121,11 @@ class Sweeper:
             pair.calls.detach(LASTING, name, FULL_SPEC)
         pair.points.arm(case.point, "errno EIO" if case.fault == "errno" else "wait")
         try:
-            self._inflict(case, name)
+            answered = self._inflict(case, name)
         finally:
             pair.points.disarm(case.point)
         self._await_recovery()
-        self._check_create(case, name)
+        self._check_create(case, name, answered)
         self._check_bystander(streams=case.fault != "kill switchboard")
         self._settle()
         assert pair.calls.run(QUICK, name, FULL_SPEC).code == 0, "the name is not free"
@@ -150,8 +150,10 @@ class Sweeper:
 
     # A case, step by step
 
-    def _inflict(self, case: Case, name: str) -> None:
+    def _inflict(self, case: Case, name: str) -> bool:
+        """Whether the call was answered without an error."""
         pair = self._pair
+        answered = False
         if case.fault == "kill client":
             client = self._order_client(case, name)
             self._await_hit(case)
@@ -164,7 +166,7 @@ class Sweeper:
                 case "errno":
                     assert call.arrived(_RECOVERY_S), "no answer"
                     assert case.undoing or call.failed, "an errno was taken for success"
-                    return
+                    return not call.failed
                 case "cancel":
                     call.cancel()
                 case "deadline":
@@ -174,11 +176,13 @@ class Sweeper:
                     pair.kill(_service(case.fault))
                     pair.points.disarm(case.point)
             assert call.arrived(_RECOVERY_S), "the caller is left without an answer"
+            answered = not call.failed
         if case.undoing:
             pair.points.disarm(case.point)
         elif case.fault in CLIENT_FAULTS:
             # Still armed: what is held must end by itself.
             self._settle(but=name if case.operation == "create" and _committed(case.point) else None)
+        return answered
 
     def _await_hit(self, case: Case) -> None:
         self._pair.points.await_hit(case.point, _RECOVERY_S)
@@ -211,7 +215,7 @@ class Sweeper:
         until(recovered, "recovery", _RECOVERY_S)
         pair.await_ready(_RECOVERY_S)
 
-    def _check_create(self, case: Case, name: str) -> None:
+    def _check_create(self, case: Case, name: str, answered: bool) -> None:
         """A create that was committed may be there; it is then whole, and can be destroyed."""
         if case.operation != "create":
             return
@@ -219,8 +223,9 @@ class Sweeper:
         if found is None:
             return
         if found.state == cpb.Container.CREATED:
-            assert _committed(case.point), "made though it was not committed"
-            assert {one.field for one in found.in_force} >= {"cpu.limit", "memory.limit", "tasks.limit"}
+            assert _committed(case.point) or answered, "made though it was not committed"
+            in_force = self._pair.calls.get(name).in_force
+            assert {one.field for one in in_force} >= {"cpu.limit", "memory.limit", "tasks.limit"}
             self._pair.calls.destroy(name)
 
     def _check_bystander(self, streams: bool) -> None:
