@@ -37,6 +37,7 @@ class Peer:
         self.epoch = epoch
         self.mute: set[Type] = set()
         self.refuse: dict[Type, int] = {}
+        self.bind_ms = 30_000
         self.frames: list[tuple[Type, bytes]] = []
         self.exits: dict[bytes, tuple[ExitKind, int]] = {}
         self.bound: dict[bytes, int] = {}
@@ -158,7 +159,7 @@ class Peer:
             near[stream], other = (write, read) if stream is Stream.STDIN else (read, write)
             far.append(other)
         self.near[token] = near
-        fdpass.send(self._sock, fdframes.fds(request, 30_000, streams).encode(), tuple(far))
+        fdpass.send(self._sock, fdframes.fds(request, self.bind_ms, streams).encode(), tuple(far))
         fdpass.close_all(far)
 
 

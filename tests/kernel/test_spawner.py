@@ -399,6 +399,16 @@ def test_abort_does_not_wait_for_the_claims_answer_and_a_late_one_is_let_go(rig:
     wait_until(lambda: rig.peer.hung_up(rig.token(launch)), "the close of what came late")
 
 
+def test_descriptors_that_come_after_their_time_are_closed_at_once_and_let_go(rig: Rig) -> None:
+    rig.peer.bind_ms = 0
+    launch, number = rig.begin("true")
+    refused(rig.client.reply(number), "claim", errno.ETIMEDOUT)
+    rig.peer.wait_for(Type.LETGO, rig.token(launch))
+    assert rig.peer.hung_up(rig.token(launch))
+    rig.client.call("ACK", launch=launch)
+    rig.peer.bind_ms = 30_000
+
+
 def test_abort_does_not_wait_for_the_binds_answer(rig: Rig) -> None:
     rig.peer.mute = {Type.BIND}
     launch, number = rig.begin("true")

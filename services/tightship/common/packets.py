@@ -10,9 +10,12 @@ import fcntl
 import json
 import os
 import socket
-from typing import Any
 
 from tightship.kernel import fdpass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, TypeAlias
 
 INLINE_MAX = 64 << 10
 # argv and environment may have 6 MiB together, and JSON escapes them.
@@ -20,7 +23,7 @@ OBJECT_MAX = 64 << 20
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
-Packet = dict[str, Any]
+Packet: TypeAlias = "dict[str, Any]"
 
 
 def send_packet(sock: socket.socket, packet: Packet) -> None:

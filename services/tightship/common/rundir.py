@@ -10,7 +10,6 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT = "/run/tightship"
@@ -26,11 +25,11 @@ class RunDirError(Exception):
     """The run directory can't be used; the message says what to do."""
 
 
-@dataclass(frozen=True)
 class RunDir:
     """Paths of one pair. `path` must be absolute."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

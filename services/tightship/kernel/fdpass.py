@@ -9,7 +9,6 @@ import array
 import os
 import socket
 import struct
-from dataclasses import dataclass
 
 # unix(7): SCM_MAX_FD is 253; ours need few, and room for more shows a surplus instead of truncating it.
 _ROOM_FDS = 16
@@ -20,13 +19,15 @@ class FramingError(Exception):
     """The peer sent something that breaks the framing; the connection must be closed. Its descriptors are closed."""
 
 
-@dataclass(frozen=True)
 class Peer:
     """SO_PEERCRED: pid is 0 for a peer of a foreign pid namespace."""
 
-    pid: int
-    uid: int
-    gid: int
+    __slots__ = ("gid", "pid", "uid")
+
+    def __init__(self, pid: int, uid: int, gid: int) -> None:
+        self.pid = pid
+        self.uid = uid
+        self.gid = gid
 
 
 def peer(sock: socket.socket) -> Peer:

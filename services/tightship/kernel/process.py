@@ -9,7 +9,6 @@ import fcntl
 import os
 import signal
 import struct
-from dataclasses import dataclass
 
 from tightship.kernel import libc
 
@@ -28,15 +27,16 @@ _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_INFO = struct.Struct("<QQ11Ii")
 
 
-@dataclass(frozen=True)
 class Stat:
-    """What /proc/PID/stat tells."""
+    """What /proc/PID/stat tells; `start` is in clock ticks since boot (field 22)."""
 
-    state: str
-    parent: int
-    flags: int
-    start: int
-    """Clock ticks since boot (field 22)."""
+    __slots__ = ("flags", "parent", "start", "state")
+
+    def __init__(self, state: str, parent: int, flags: int, start: int) -> None:
+        self.state = state
+        self.parent = parent
+        self.flags = flags
+        self.start = start
 
     @property
     def execed(self) -> bool:

@@ -21,8 +21,8 @@ import time
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError, seqpacket_listener
 from tightship.kernel import clone, process, signals
 from tightship.spawner import audit
+from tightship.spawner.child import Limits
 from tightship.spawner.fdclient import Switchboard
-from tightship.spawner.launch import Limits
 from tightship.spawner.loop import Loop
 from tightship.spawner.notices import notice
 from tightship.spawner.server import Reply, Server

@@ -11,13 +11,16 @@ import resource
 import select
 import socket
 import struct
-from typing import NoReturn
 
 from tightship.common import failpoints
 from tightship.kernel import namespaces, signals
 from tightship.kernel.clone import LAST_FD, close_range
 from tightship.kernel.fdframes import Stream
 from tightship.spawner.orders import LaunchOrder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 STAGES = (
     "stdio",
@@ -39,6 +42,9 @@ STAGES = (
 )
 _NUMBER = {name: number for number, name in enumerate(STAGES)}
 
+Limits = tuple[tuple[int, tuple[int, int]], ...]
+"""RLIMIT numbers with (soft, hard)."""
+
 READY = b"R"
 FAILURE = struct.Struct("<cBHi")
 """`E`, stage, detail (the index of a tasks file), errno."""
@@ -58,7 +64,7 @@ class Prepared:
         streams: dict[Stream, int],
         gate: int,
         status: int,
-        limits: tuple[tuple[int, tuple[int, int]], ...],
+        limits: Limits,
     ) -> None:
         self.order = order
         self.stdin = streams.get(Stream.STDIN)

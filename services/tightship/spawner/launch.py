@@ -12,35 +12,36 @@ from collections.abc import Callable
 
 from tightship.common import failpoints
 from tightship.common.packets import Packet
-from tightship.kernel import clone, fdframes, fdpass, process
+from tightship.kernel import fdframes, fdpass, process
 from tightship.kernel.fdframes import Frame, Stream, Type
 from tightship.spawner import child, fdclient
 from tightship.spawner.contained import Contained, Ending
+from tightship.spawner.gate import Gate
 from tightship.spawner.loop import Loop
 from tightship.spawner.notices import notice_exception
 from tightship.spawner.orders import LaunchOrder, OrderError
 from tightship.spawner.routine import Routine, Steps
 
-Limits = tuple[tuple[int, tuple[int, int]], ...]
 Reply = Callable[[Packet], None]
 
 _CONNECT_S = 2.0
 _HOLD_POLL_S = 0.005
-_STATUS_READ = 64
+_WAITING_MAX = 64
 
 
 class Surroundings:
     """What every launch works with. `limits` are those that a child sets back; `tell` sends an event."""
 
-    __slots__ = ("children", "limits", "loop", "switchboard", "tell")
+    __slots__ = ("children", "limits", "loop", "switchboard", "tell", "unopened")
 
     def __init__(
-        self, loop: Loop, switchboard: fdclient.Switchboard, limits: Limits, tell: Callable[[Packet], None]
+        self, loop: Loop, switchboard: fdclient.Switchboard, limits: child.Limits, tell: Callable[[Packet], None]
     ) -> None:
         self.loop = loop
         self.switchboard = switchboard
         self.limits = limits
         self.tell = tell
+        self.unopened = 0
         self.children: dict[int, Launch] = {}
         """Launches by the pid of their living child."""
 
@@ -61,20 +62,18 @@ class Launch(Contained):
         self._on_gone: list[Callable[[], None]] = []
         # What the steps hold and hear.
         self._streams: dict[Stream, int] = {}
-        self._gate = -1
-        self._status = -1
         self._connection = 0
+        self._claim_asked = 0.0
         self._claimed = False
         self._bind_asked = False
         self._bound = False
-        self._said_ready = False
-        self._said_failure: tuple[str, int, str] | None = None
-        self._said_end = False
         self._open_asked = False
         self._stopping = False
         self._hurried = False
         self._timer = around.loop.later(order.timeout_s, self._timed_out)
         self._routine = Routine(self._steps(order), self._launched)
+        self._gate = Gate(around.loop, self._routine.wake)
+        around.unopened += 1
 
     def begin(self) -> None:
         self._routine.start()
@@ -89,7 +88,7 @@ class Launch(Contained):
     def when_ready(self, reply: Reply) -> None:
         """Answers LAUNCH, now or later."""
         if self.state == "claiming":
-            self._on_ready.append(reply)
+            _wait(self._on_ready, reply)
         elif self.failure is not None:
             reply(self.failure.reply())
         else:
@@ -104,7 +103,7 @@ class Launch(Contained):
         elif self.state in ("opened", "exited"):
             reply(self._open_reply())
         else:
-            self._on_open.append(reply)
+            _wait(self._on_open, reply)
             self._open_asked = True
             self._routine.wake()
 
@@ -131,10 +130,10 @@ class Launch(Contained):
 
     def child_ended(self) -> None:
         """The child is a zombie: reads how it ended, and reaps it."""
-        del self._around.children[self.pid]
         # To be asked while the zombie is there: it alone tells whether the command ever ran.
         execed = self.state == "opened" or self._execed()
         _, status, usage = os.wait4(self.pid, 0)
+        del self._around.children[self.pid]
         cpu_us = round((usage.ru_utime + usage.ru_stime) * 1_000_000)
         self.ending = Ending(status, execed, cpu_us)
         self.close_pidfd()
@@ -145,8 +144,7 @@ class Launch(Contained):
             self._routine.wake()
 
     def descriptors(self) -> list[int]:
-        pipes = [fd for fd in (self._gate, self._status) if fd >= 0]
-        return [*super().descriptors(), *self._streams.values(), *pipes]
+        return [*super().descriptors(), *self._streams.values(), *self._gate.descriptors()]
 
     def entry(self) -> Packet:
         entry = super().entry()
@@ -193,7 +191,7 @@ class Launch(Contained):
             raise
         finally:
             self._timer.cancel()
-            self._close_pipes()
+            self._gate.close()
 
     def _claim(self, order: LaunchOrder) -> Steps:
         switchboard = self._around.switchboard
@@ -201,6 +199,7 @@ class Launch(Contained):
         if switchboard.epoch != order.epoch:
             raise OrderError("claim", errno.ESTALE, "the switchboard is not the one that made the lease")
         self._connection = switchboard.connection
+        self._claim_asked = time.monotonic()
         try:
             switchboard.claim(order.token, order.traceparent, self._claim_answered)
         except fdclient.Busy:
@@ -245,35 +244,21 @@ class Launch(Contained):
     def _take(self, frame: Frame, fds: list[int]) -> None:
         self._claimed = True
         try:
-            _, streams = fdframes.read_fds(frame.payload)
+            bind_ms, streams = fdframes.read_fds(frame.payload)
             self._streams = dict(zip(streams, fds, strict=True))
         except (fdframes.BadFrame, ValueError):
             fdpass.close_all(fds)
             self._stop(OrderError("claim", errno.EPROTO, "a bad FDS frame"))
+            return
+        # It may have lain here unread; how long nobody tells, but not longer than since we asked.
+        if time.monotonic() - self._claim_asked > bind_ms / 1000:
+            self._stop(OrderError("claim", errno.ETIMEDOUT, "the answer came after the lease's time"))
         else:
             self._routine.wake()
 
     def _clone(self, order: LaunchOrder) -> None:
-        gate, self._gate = os.pipe()
-        try:
-            self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._around.loop.watch(self._status, self._status_ready)
-            try:
-                prepared = child.Prepared(order, self._streams, gate, status, self._around.limits)
-                cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    pid, self.pidfd = clone.clone3(order.namespaces, cgroup)
-                    if pid == 0:
-                        child.run(prepared)
-                finally:
-                    if cgroup is not None:
-                        os.close(cgroup)
-            finally:
-                os.close(status)
-        finally:
-            os.close(gate)
-        self.pid = pid
-        self._around.children[pid] = self
+        self.pid, self.pidfd = self._gate.clone(order, self._streams, self._around.limits)
+        self._around.children[self.pid] = self
         self.times["clone"] = time.monotonic_ns()
 
     def _bind(self) -> None:
@@ -303,39 +288,21 @@ class Launch(Contained):
             return
         self._stop(failure)
 
-    def _status_ready(self, _: int) -> None:
-        self._read_status()
-        self._routine.wake()
-
-    def _read_status(self) -> None:
-        """What the child has said on its status pipe: ready, a failure, or its end."""
-        if self._said_end:
-            return
-        try:
-            data = os.read(self._status, _STATUS_READ)
-        except BlockingIOError:
-            return
-        if not data:
-            self._forget_status()
-            self._said_end = True
-            return
-        if data.startswith(child.READY):
-            self._said_ready = True
-            data = data[1:]
-        if data:
-            self._said_failure = child.read_failure(data)
-
     def _is_ready(self) -> bool:
         """Whether BIND is answered and the child is at its gate. Raises OrderError."""
         self._check_child()
-        return self._bound and self._said_ready
+        return self._bound and self._gate.ready
+
+    def _listen(self) -> None:
+        """Raises OrderError where the child tells its failure."""
+        self._gate.read()
+        if self._gate.failure is not None:
+            raise OrderError(*self._gate.failure)
 
     def _check_child(self) -> None:
         """Raises OrderError where the child can't get to its command any more."""
-        self._read_status()
-        if self._said_failure is not None:
-            raise OrderError(*self._said_failure)
-        if self.ending is not None or self._said_end:
+        self._listen()
+        if self.ending is not None or self._gate.ended:
             raise OrderError("gate", errno.ECHILD, "the process died before its gate was opened")
 
     def _become_ready(self, order: LaunchOrder) -> None:
@@ -353,7 +320,7 @@ class Launch(Contained):
         self._timer.cancel()
         self.state = "opening"
         try:
-            os.write(self._gate, b"G")
+            self._gate.open()
         except BrokenPipeError:
             raise OrderError("gate", errno.ECHILD, "the process died at its gate") from None
         self.times["open"] = time.monotonic_ns()
@@ -367,12 +334,10 @@ class Launch(Contained):
 
         End-of-file on the status pipe says that exec closed it, or that the process is dying: its flags tell which.
         """
-        self._read_status()
-        if self._said_failure is not None:
-            raise OrderError(*self._said_failure)
+        self._listen()
         if self.ending is not None:
             execed = self.ending.execed
-        elif self._said_end:
+        elif self._gate.ended:
             execed = self._execed()
         else:
             return False
@@ -403,6 +368,7 @@ class Launch(Contained):
 
     def _launched(self, error: Exception | None) -> None:
         """The steps are over: the command runs, or nothing is left of it."""
+        self._around.unopened -= 1
         if error is None:
             self.state = "opened"
             _tell(self._on_open, self._open_reply())
@@ -444,23 +410,9 @@ class Launch(Contained):
             finally:
                 timer.cancel()
 
-    # Descriptors
-
     def _close_streams(self) -> None:
         fdpass.close_all(tuple(self._streams.values()))
         self._streams.clear()
-
-    def _forget_status(self) -> None:
-        if self._status >= 0:
-            self._around.loop.forget(self._status)
-            os.close(self._status)
-            self._status = -1
-
-    def _close_pipes(self) -> None:
-        self._forget_status()
-        if self._gate >= 0:
-            os.close(self._gate)
-            self._gate = -1
 
     # Replies
 
@@ -477,6 +429,13 @@ class Launch(Contained):
 
     def _times(self, *names: str) -> dict[str, int]:
         return {name: self.times[name] for name in names}
+
+
+def _wait(replies: list[Reply], reply: Reply) -> None:
+    """Raises OrderError where too many wait already."""
+    if len(replies) >= _WAITING_MAX:
+        raise OrderError("order", errno.EBUSY, "too many of the same order are waiting")
+    replies.append(reply)
 
 
 def _tell(replies: list[Reply], packet: Packet) -> None:

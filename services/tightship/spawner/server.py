@@ -17,10 +17,11 @@ from collections.abc import Callable
 from tightship.common.packets import Packet
 from tightship.kernel import fdpass, process
 from tightship.spawner import orders
+from tightship.spawner.child import Limits
 from tightship.spawner.client import Client
 from tightship.spawner.contained import Adopted, Contained
 from tightship.spawner.fdclient import Switchboard
-from tightship.spawner.launch import Launch, Limits, Surroundings
+from tightship.spawner.launch import Launch, Surroundings
 from tightship.spawner.loop import Loop
 from tightship.spawner.notices import notice_exception
 from tightship.spawner.orders import LaunchOrder, OrderError
@@ -62,6 +63,7 @@ class Server:
         self._greetings: set[Client] = set()
         self._leaving: set[Adopted] = set()
         self._forgotten = 0
+        self._descriptors_most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         # Ended unknown, so that a late LAUNCH is refused; in order of time.
         self._tombstones: dict[str, float] = {}
         self._operations: dict[str, Callable[[Packet, Reply], None]] = {
@@ -205,9 +207,8 @@ class Server:
 
     def _check_room(self) -> None:
         """Raises OrderError where descriptors would run out: the kernel drops those of an answer that don't fit."""
-        unopened = sum(1 for launch in self._launches.values() if isinstance(launch, Launch) and launch.unopened)
-        needed = _FDS_RESERVED + len(self._launches) + _FDS_UNOPENED * (unopened + 1)
-        if needed > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        needed = _FDS_RESERVED + len(self._launches) + _FDS_UNOPENED * (self.around.unopened + 1)
+        if needed > self._descriptors_most:
             raise OrderError("claim", errno.EMFILE, "the spawner's limit of open files has no room for a launch")
 
     def _open(self, packet: Packet, reply: Reply) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from tightship.kernel import clone, process, signals
-from tightship.spawner.launch import Limits
+from tightship.spawner.child import Limits
 from tightship.spawner.loop import Loop, Timer
 from tightship.spawner.notices import notice
 

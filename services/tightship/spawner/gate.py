@@ -1,0 +1,99 @@
+"""The spawner's side of a new child: the gate that it waits at, and the status pipe on which it says how far it got.
+
+The child's ends of both, and its streams, are closed here as soon as the child has them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from tightship.kernel import clone
+from tightship.kernel.fdframes import Stream
+from tightship.spawner import child
+from tightship.spawner.loop import Loop
+from tightship.spawner.orders import LaunchOrder
+
+_STATUS_READ = 64
+
+
+class Gate:
+    """`told` is called when the child may have said something; `read` then takes it in.
+
+    `ready`: it waits at its gate. `failure`: stage, errno and words. `ended`: exec or death has closed its end of the
+    status pipe.
+    """
+
+    __slots__ = ("_gate", "_loop", "_status", "_told", "ended", "failure", "ready")
+
+    def __init__(self, loop: Loop, told: Callable[[], None]) -> None:
+        self._loop = loop
+        self._told = told
+        self._gate = -1
+        self._status = -1
+        self.ready = False
+        self.failure: tuple[str, int, str] | None = None
+        self.ended = False
+
+    def descriptors(self) -> list[int]:
+        return [fd for fd in (self._gate, self._status) if fd >= 0]
+
+    def clone(self, order: LaunchOrder, streams: dict[Stream, int], limits: child.Limits) -> tuple[int, int]:
+        """Makes the child: its pid and pidfd. Raises OSError; `close` is due either way."""
+        gate, self._gate = os.pipe()
+        try:
+            self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._loop.watch(self._status, self._status_ready)
+            try:
+                prepared = child.Prepared(order, streams, gate, status, limits)
+                cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    pid, pidfd = clone.clone3(order.namespaces, cgroup)
+                    if pid == 0:
+                        child.run(prepared)
+                finally:
+                    if cgroup is not None:
+                        os.close(cgroup)
+            finally:
+                os.close(status)
+        finally:
+            os.close(gate)
+        return pid, pidfd
+
+    def open(self) -> None:
+        """Lets the child go on to its command. Raises BrokenPipeError where it has died."""
+        os.write(self._gate, b"G")
+
+    def read(self) -> None:
+        """Takes in what the child has said."""
+        if self.ended:
+            return
+        try:
+            data = os.read(self._status, _STATUS_READ)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close_status()
+            self.ended = True
+            return
+        if data.startswith(child.READY):
+            self.ready = True
+            data = data[1:]
+        if data:
+            self.failure = child.read_failure(data)
+
+    def close(self) -> None:
+        self._close_status()
+        if self._gate >= 0:
+            os.close(self._gate)
+            self._gate = -1
+
+    def _status_ready(self, _: int) -> None:
+        self.read()
+        self._told()
+
+    def _close_status(self) -> None:
+        if self._status >= 0:
+            self._loop.forget(self._status)
+            os.close(self._status)
+            self._status = -1
