@@ -1,0 +1,55 @@
+"""Every command and every line of Python that the README shows, run as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.pair import ROOT, Pair
+
+_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+_SHELL = [text for language, text in _BLOCKS if language == "sh" and "tightship" in text]
+_PYTHON = [text for language, text in _BLOCKS if language == "python"]
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(prefix="ts", dir="/tmp") as directory:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        yield {**os.environ, "PATH": path, "TIGHTSHIP_RUN_DIR": f"{directory}/run"}
+        subprocess.run(["tightship", "down"], env={**os.environ, "PATH": path, "TIGHTSHIP_RUN_DIR": f"{directory}/run"},
+                       check=False, capture_output=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("commands", _SHELL, ids=lambda text: text.splitlines()[0][:40])
+def test_commands(environment: dict[str, str], commands: str) -> None:
+    done = subprocess.run(
+        ["sh", "-eux", "-c", commands], env=environment, check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("program", _PYTHON)
+def test_python(pair: Pair, program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**pair.environment, "TIGHTSHIP_RUN_DIR": str(pair.run_dir)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("3\n")
+
+
+def test_the_two_commands_of_the_top() -> None:
+    first = _BLOCKS[0][1].splitlines()
+    assert [line.split("#")[0].strip() for line in first] == ["make run", "make test"]
