@@ -1,0 +1,93 @@
+"""An OTLP/HTTP receiver on a local port, as a collector is: what processes export, as flat spans."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    service: str
+    name: str
+    trace: str
+    span: str
+    parent: str
+    """Empty for a root."""
+    attributes: dict[str, Value]
+    error: bool
+    start_ns: int
+    end_ns: int
+
+
+class Collector:
+    """Use as a context manager."""
+
+    def __enter__(self) -> Self:
+        self._requests: list[ExportTraceServiceRequest] = []
+        requests = self._requests
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                requests.append(ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes a process export to it, often."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._server.server_address[1]}",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+
+    def spans(self) -> list[ReceivedSpan]:
+        """All that have come, in the order of their coming."""
+        found = []
+        for request in list(self._requests):
+            for resource in request.resource_spans:
+                service = str(_plain(resource.resource.attributes)["service.name"])
+                for scope in resource.scope_spans:
+                    found += [
+                        ReceivedSpan(
+                            service,
+                            span.name,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            _plain(span.attributes),
+                            span.status.code == span.status.STATUS_CODE_ERROR,
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                        )
+                        for span in scope.spans
+                    ]
+        return found
+
+
+def _plain(attributes: object) -> dict[str, Value]:
+    pairs: list[KeyValue] = list(attributes)  # type: ignore[call-overload]
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}
