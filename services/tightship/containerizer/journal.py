@@ -53,6 +53,8 @@ class Live:
     """Of the run, on CLOCK_BOOTTIME; `lifetime` is that of the container."""
     lifetime: float | None = None
     opened: bool = False
+    spawner: str = ""
+    """The process that has it, so that a later one is told apart."""
     times: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Steps' begin and end, wall clock in ns."""
 

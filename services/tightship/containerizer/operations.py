@@ -357,6 +357,7 @@ class Operation:
             row.live.lifetime = now + row.max_lifetime if row.max_lifetime is not None else None
             row.live.started = time.time_ns()
             row.live.started_monotonic = time.monotonic_ns()
+            row.live.spawner = self.parts.spawner.identity
         row.phase = Phase.COMMITTED
         self.parts.journal.update(row)
 

@@ -48,7 +48,8 @@ def begin(parts: Parts, operations: list[Operation], hello: Packet) -> list[asyn
 async def _recover(parts: Parts, operation: Operation, launch: Packet | None) -> None:
     row = operation.row
     if row.kind is Kind.LAUNCH and row.phase is not Phase.INTENDED:
-        if launch is None and row.live.pid:
+        if launch is None and row.live.pid and row.live.spawner != parts.spawner.identity:
+            # The same spawner forgets only what was aborted at its gate, or acknowledged with its row gone.
             launch = await _adopt(parts, row)
         state = launch.get("state") if launch is not None else None
         if state == "opening":

@@ -50,12 +50,11 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> AsyncIterator[pb.LaunchResponse]:
         async with self._call(context, "Launch", request) as trace:
             await self._mutating()
-            operation = await self._launch_or_join(request, context, trace)
+            operation, joined = await self._launch_or_join(request, context, trace)
             if isinstance(operation, Ended):
                 for response in _replay(operation, request.detach):
                     yield response
                 return
-            joined = operation.waiters > 0 or operation.started
             operation.join()
             reason = "client_cancelled"
             try:
@@ -80,7 +79,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             finally:
                 operation.leave(reason)
 
-    async def _launch_or_join(self, request: pb.LaunchRequest, context: Context, trace: str) -> Operation | Ended:
+    async def _launch_or_join(
+        self, request: pb.LaunchRequest, context: Context, trace: str
+    ) -> tuple[Operation | Ended, bool]:
+        """A container, or the record of what ran; and whether it is another call's."""
         if request.name:
             await self._retry_pending(names.normalize(request.name))
         while True:
@@ -91,15 +93,15 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                     ended = self._parts.journal.find_request(request.request_id)
                     if ended is not None and ended.ran:
                         _check_same(ended.request_hash, request)
-                        return ended
+                        return ended, True
                 operation = admission.launch(self._parts, request, context.time_remaining(), trace)
                 if request.report_in_force:
                     operation.at_gate = describe.note_in_force
                 operation.start()
-                return operation
+                return operation, False
             _check_same(known.row.request_hash, request)
             if known.started or not known.closing:
-                return known
+                return known, True
             # Being undone without having run: the name is free afterwards.
             await known.until(lambda known=known: known.over or known.started)  # type: ignore[misc]
             if known.over and not known.gone:
@@ -135,7 +137,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             except BaseException as error:
                 kept = self._take_back(made)
                 if isinstance(error, ServiceError) and made:
-                    error.metadata["parents_kept"] = " ".join(kept)
+                    error.metadata["parents_kept"] = " ".join(each.row.name for each in kept)
+                    for each in made:
+                        if each not in kept:
+                            await each.until(lambda each=each: each.over, _ANSWER_TIMEOUT_S)  # type: ignore[misc]
                 raise
             return pb.CreateResponse(
                 container=describe.living(operation, with_limits=True), parents_made=[each.row.name for each in made]
@@ -165,15 +170,15 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             else:
                 operation.leave(reason)
 
-    def _take_back(self, made: list[Operation]) -> list[str]:
-        """Destroys the parents that a failed Create made and nobody uses; names of the others."""
+    def _take_back(self, made: list[Operation]) -> list[Operation]:
+        """Asks the parents to end that a failed Create made and nobody uses; the others."""
         kept = []
         for operation in reversed(made):
             below = self._parts.registry.below(operation.row.name)
             if all(child.closing for child in below):
                 operation.ask("error")
             else:
-                kept.append(operation.row.name)
+                kept.append(operation)
         return kept
 
     async def Destroy(self, request: pb.DestroyRequest, context: Any) -> pb.DestroyResponse:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightship.common.packets import Packet, receive_packet, send_packet
-from tightship.kernel import fdpass
+from tightship.kernel import fdpass, process
 
 VERSION = 1
 LOWEST = 1
@@ -49,6 +49,8 @@ class SpawnerLink:
         self._next = 1
         self._outbox: collections.deque[Packet] = collections.deque()
         self.ended = asyncio.Event()
+        self.identity = ""
+        """Of the spawner's process; another one after its restart."""
 
     async def connect(self) -> Packet:
         """Connects and says HELLO; its answer. Raises OSError, VersionRefused, or TimeoutError."""
@@ -67,9 +69,12 @@ class SpawnerLink:
                 self._sock = sock
                 loop.add_reader(sock.fileno(), self._readable)
                 try:
-                    return await self.order("HELLO", version=VERSION, lowest=LOWEST)
+                    hello = await self.order("HELLO", version=VERSION, lowest=LOWEST)
                 except OrderFailed as error:
                     raise VersionRefused(error.message) from error
+                stat = process.stat(int(hello["pid"]))
+                self.identity = f"{hello['pid']}:{stat.start if stat is not None else 0}"
+                return hello
         except BaseException:
             if self._sock is None:
                 sock.close()
