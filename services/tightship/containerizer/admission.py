@@ -15,6 +15,7 @@ from tightship.common.errors import Code, ServiceError
 from tightship.containerizer import names, plan, refusals, requests, spec, steps
 from tightship.containerizer.journal import Kind, Row
 from tightship.containerizer.operations import Operation, Parts
+from tightship.containerizer.spans import CallTrace
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 from tightship.v1 import switchboard_pb2 as sb
@@ -36,10 +37,10 @@ def hash_of(request: pb.LaunchRequest | pb.CreateRequest) -> str:
     return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
 
 
-def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, trace: str) -> Operation:
+def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, trace: CallTrace) -> Operation:
     """A new launch, intended and not started. Raises ServiceError, and then nothing was made.
 
-    `remaining` are the seconds the caller will wait; `trace` is the traceparent of its call.
+    `remaining` are the seconds the caller will wait; `trace` is that of its call.
     """
     requests.check_launch(request)
     given = spec.parse(request.spec)
@@ -57,8 +58,9 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
         command=shown(request.command),
         request_id=request.request_id,
         request_hash=hash_of(request),
-        trace=parts.tracer.context(trace),
-        parent_trace=trace,
+        trace=parts.tracer.context(trace.own),
+        parent_trace=trace.own,
+        caller_trace=trace.caller,
         detach=request.detach,
         timeout=spec.duration(request, "timeout", "timeout", positive=True),
         max_lifetime=spec.duration(request, "max_lifetime", "max_lifetime", positive=True),
@@ -90,7 +92,9 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     return operation
 
 
-def create(parts: Parts, request: pb.CreateRequest, name: str, given: spec_pb2.ContainerSpec, trace: str) -> Operation:
+def create(
+    parts: Parts, request: pb.CreateRequest, name: str, given: spec_pb2.ContainerSpec, trace: CallTrace
+) -> Operation:
     """A new container without a process, intended and not started. Raises ServiceError."""
     _check_room(parts, name)
     machine = parts.machine
@@ -105,13 +109,14 @@ def create(parts: Parts, request: pb.CreateRequest, name: str, given: spec_pb2.C
         labels=dict(request.labels) if whole else {},
         request_id=request.request_id if whole else "",
         request_hash=hash_of(request) if whole else "",
-        trace=parts.tracer.context(trace),
-        parent_trace=trace,
+        trace=parts.tracer.context(trace.own),
+        parent_trace=trace.own,
+        caller_trace=trace.caller,
     )
     return _intend(parts, row, None)
 
 
-def cleanup(parts: Parts, name: str, trace: str) -> Operation | None:
+def cleanup(parts: Parts, name: str, trace: CallTrace) -> Operation | None:
     """The undo of whatever is left of a name that no container has; None where nothing is. Raises ServiceError."""
     paths = [each.path(name) for each in parts.machine.hierarchies]
     if not any(os.path.isdir(path) for path in paths):
@@ -123,8 +128,9 @@ def cleanup(parts: Parts, name: str, trace: str) -> Operation | None:
         name=name,
         kind=Kind.CLEANUP,
         plan=plan.for_cleanup(parts.machine, name, dead),
-        trace=parts.tracer.context(trace),
-        parent_trace=trace,
+        trace=parts.tracer.context(trace.own),
+        parent_trace=trace.own,
+        caller_trace=trace.caller,
         reason="cleanup",
     )
     operation = _intend(parts, row, None)

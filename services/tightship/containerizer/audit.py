@@ -18,6 +18,7 @@ from tightship.common.errors import Code, ServiceError
 from tightship.common.packets import Packet
 from tightship.containerizer import admission, steps
 from tightship.containerizer.operations import Parts
+from tightship.containerizer.spans import CallTrace
 from tightship.containerizer.spawner_link import OrderFailed
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
@@ -233,7 +234,7 @@ class Audits:
             if parts.registry.named(name) is not None:
                 return f"{name} is a living container"
             with contextlib.suppress(ServiceError):
-                walk = admission.cleanup(parts, name, "")
+                walk = admission.cleanup(parts, name, CallTrace())
                 if walk is not None:
                     walk.start()
                     await walk.until(lambda walk=walk: walk.over, _FIX_BUDGET_S)  # type: ignore[misc]

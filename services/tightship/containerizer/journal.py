@@ -74,6 +74,8 @@ class Row:
     request_hash: str = ""
     trace: str = ""
     parent_trace: str = ""
+    """The span of the call that began it; `caller_trace` is the parent of that."""
+    caller_trace: str = ""
     detach: bool = False
     timeout: float | None = None
     max_lifetime: float | None = None
@@ -105,8 +107,8 @@ class Row:
 
 _LIVE = tuple(each.name for each in fields(Live))
 _FIXED = (
-    "id", "name", "kind", "labels", "command", "request_id", "request_hash", "trace", "parent_trace", "detach",
-    "timeout", "max_lifetime", "created",
+    "id", "name", "kind", "labels", "command", "request_id", "request_hash", "trace", "parent_trace", "caller_trace",
+    "detach", "timeout", "max_lifetime", "created",
 )  # fmt: skip
 
 

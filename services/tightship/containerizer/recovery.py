@@ -25,7 +25,11 @@ _ADOPT_TIMEOUT_S = 10.0
 
 def load(parts: Parts) -> list[Operation]:
     """The containers of the journal, known and not begun: their names answer that they are under recovery."""
-    operations = [Operation(parts, row, recovering=True) for row in parts.journal.rows]
+    operations = []
+    for row in parts.journal.rows:
+        if row.kind is Kind.CLEANUP or row.phase is Phase.INTENDED or (row.kind is Kind.LAUNCH and not row.detach):
+            row.parent_trace = row.caller_trace  # its call died with us, and nobody sends its span
+        operations.append(Operation(parts, row, recovering=True))
     parts.journal.rows = []
     for operation in operations:
         parts.registry.add(operation)

@@ -21,6 +21,7 @@ from tightship.containerizer import admission, audit, describe, names, requests,
 from tightship.containerizer.journal import Ended, Kind
 from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.recovery import marked
+from tightship.containerizer.spans import CallTrace
 from tightship.containerizer.spawner_link import OrderFailed
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
@@ -80,7 +81,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 operation.leave(reason)
 
     async def _launch_or_join(
-        self, request: pb.LaunchRequest, context: Context, trace: str
+        self, request: pb.LaunchRequest, context: Context, trace: CallTrace
     ) -> tuple[Operation | Ended, bool]:
         """A container, or the record of what ran; and whether it is another call's."""
         if request.name:
@@ -238,7 +239,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             total.budget.FromNanoseconds(int(budget * 1e9))
             return pb.CleanupResponse(cleanup=total)
 
-    async def _cleanup_all(self, budget: float, trace: str) -> pb.Cleanup:
+    async def _cleanup_all(self, budget: float, trace: CallTrace) -> pb.Cleanup:
         """The residue of all names; what lives stays."""
         parts = self._parts
         deadline = time.monotonic() + budget
@@ -350,13 +351,13 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
     # What handlers share.
 
     @contextlib.asynccontextmanager
-    async def _call(self, context: Context, method: str, request: Any) -> AsyncIterator[str]:
-        """Around a handler: errors to statuses, and the call's span; gives its traceparent."""
+    async def _call(self, context: Context, method: str, request: Any) -> AsyncIterator[CallTrace]:
+        """Around a handler: errors to statuses, and the call's span; gives the latter."""
         tracer = self._parts.tracer
         async with self._serving.guard(context):
             if not tracer.enabled:
                 requests.known(request)
-                yield ""
+                yield CallTrace()
                 return
             parent = tracer.traceparent_of(context.invocation_metadata())
             trace = tracer.context(parent)
@@ -365,7 +366,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             error: str | None = None
             try:
                 requests.known(request)
-                yield trace
+                yield CallTrace(trace, parent)
             except ServiceError as failed:
                 status, error = failed.code.name, failed.message
                 raise

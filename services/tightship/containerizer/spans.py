@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tightship.v1 import containerizer_pb2 as pb
 
 if TYPE_CHECKING:
     from tightship.containerizer.operations import Operation
     from tightship.containerizer.steps import Times
+
+
+class CallTrace(NamedTuple):
+    """Traceparents of a call of ours and of its caller; empty where tracing is off."""
+
+    own: str = ""
+    caller: str = ""
 
 
 def times_json(times: Times) -> str:
