@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ def run(code: str, *arguments: str) -> list[str]:
     prelude = f"""
         import os, sys, signal
         sys.path.insert(0, {os.fspath(SERVICES)!r})
-        from tightship.kernel import clone, execute, namespaces, process, signals
+        from tightship.kernel import calls, clone, execute, namespaces, process, signals
 
         def in_child(act, names=(), cgroup=None):
             pid, pidfd = clone.clone3(names, cgroup)
@@ -38,6 +39,24 @@ def run(code: str, *arguments: str) -> list[str]:
             assert result.si_pid == pid
             os.close(pidfd)
             return result.si_status
+
+        def run_calls(fill, names=(), in_python=False):
+            # Runs calls in a child: stage and errno of what failed, or its exit status.
+            made = calls.Calls()
+            fill(made)
+            if in_python:
+                made.point("point", "point")
+            read, write = os.pipe()
+            pid, pidfd = clone.start(made, names, None, write, lambda name: None)
+            os.close(write)
+            told = os.read(read, 64)
+            os.close(read)
+            status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED).si_status
+            os.close(pidfd)
+            if not told:
+                return status
+            stage, code = calls.read_failure(told, made.stages)
+            return stage, os.strerror(code)
     """
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", textwrap.dedent(prelude) + textwrap.dedent(code), *arguments],
@@ -57,24 +76,63 @@ def test_many_children_in_turn_none_hangs() -> None:
     assert run("print(sum(in_child(lambda: os._exit(1)) for _ in range(300)))") == ["300"]
 
 
-def test_namespaces_are_the_childs_own() -> None:
-    lines = run("""
+NAMESPACES = """
         import socket
         before = socket.gethostname()
-        def act():
-            namespaces.make_mounts_private()
-            namespaces.mount_proc()
-            socket.sethostname("inside")
-            namespaces.bring_loopback_up()
-            print(os.getpid(), socket.gethostname(), sorted(p for p in os.listdir("/proc") if p.isdigit()))
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                s.listen()
-                socket.create_connection(s.getsockname(), 5).close()
-        print(in_child(act, tuple(clone.NAMESPACES)))
+        inside = (
+            "import os, socket;"
+            "print(os.getpid(), socket.gethostname(), sorted(p for p in os.listdir('/proc') if p.isdigit()));"
+            "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); socket.create_connection(s.getsockname(), 5)"
+        )
+        def fill(made):
+            namespaces.make_mounts_private(made, "mounts")
+            namespaces.mount_proc(made, "proc")
+            made.add("hostname", "sethostname", b"inside", 6)
+            made.add("close", "close_range", 3, clone.LAST_FD, 0)
+            namespaces.bring_loopback_up(made, "loopback", 3)
+            execute.Program([sys.executable, "-I", "-S", "-c", inside], []).execute(made, "exec")
+        # The status pipe is closed with the rest: what fails is told by the exit status alone.
+        print(run_calls(fill, tuple(clone.NAMESPACES), sys.argv[1] == "python"))
         print(socket.gethostname() == before, os.readlink("/proc/self") == str(os.getpid()))
-    """)
-    assert lines == ["1 inside ['1']", "0", "True True"]
+    """
+
+
+@pytest.mark.parametrize("how", ["native", "python"])
+def test_namespaces_are_the_childs_own(how: str) -> None:
+    assert run(NAMESPACES, how) == ["1 inside ['1']", "0", "True True"]
+
+
+@pytest.mark.parametrize("how", ["native", "python"])
+def test_the_call_that_fails_is_told_and_nothing_after_it_is_made(how: str, tmp_path: Path) -> None:
+    lines = run(
+        """
+        def fill(made):
+            made.add("first", "umask", 0o22)
+            made.add("second", "chdir", b"/nowhere\\0")
+            made.add("third", "openat", -100, os.fsencode(sys.argv[2]) + b"\\0", os.O_CREAT | os.O_WRONLY, 0o600)
+        print(run_calls(fill, (), sys.argv[1] == "python"), os.path.exists(sys.argv[2]))
+        def gate(made):
+            made.add("gate", "read", os.open("/dev/null", os.O_RDONLY), b"x", 1, flags=calls.MUST_NOT_BE_ZERO)
+            made.add("never", "chdir", b"/nowhere\\0")
+        print(run_calls(gate, (), sys.argv[1] == "python"))
+        """,
+        how,
+        os.fspath(tmp_path / "file"),
+    )
+    assert lines == ["('second', 'No such file or directory') False", "1"]
+
+
+@pytest.mark.skipif(shutil.which("as") is None, reason="the assembler `as` is missing: apt-get install binutils")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the machine code is x86-64's")
+def test_the_machine_code_is_what_its_source_says(tmp_path: Path) -> None:
+    source = Path(__file__).with_name("native.S")
+    subprocess.run(["as", "-o", tmp_path / "native.o", source], check=True)
+    subprocess.run(
+        ["objcopy", "-O", "binary", "-j", ".text", tmp_path / "native.o", tmp_path / "native.bin"], check=True
+    )
+    assert run("print(calls._NATIVE_X86_64.hex(), calls._native is not None)") == [
+        f"{(tmp_path / 'native.bin').read_bytes().hex()} True"
+    ]
 
 
 def test_loopback_is_down_until_brought_up() -> None:
@@ -168,16 +226,24 @@ def test_signals_come_by_descriptor_and_a_broken_pipe_is_an_error() -> None:
 
 
 EXECUTE = """
-    def act():
-        os._exit(execute.Program(eval(sys.argv[1]), eval(sys.argv[2])).execute())
-    print(os.strerror(in_child(act)))
+    def fill(made):
+        execute.Program(eval(sys.argv[1]), eval(sys.argv[2])).execute(made, "exec")
+    end = run_calls(fill, (), sys.argv[3] == "python")
+    print("Success" if end == 0 else end[1])
 """
 
 
+def execute(argv: str, environment: str) -> list[str]:
+    """Executes it both ways, which must end the same."""
+    native = run(EXECUTE, argv, environment, "native")
+    assert run(EXECUTE, argv, environment, "python") == native
+    return native
+
+
 def test_a_program_gets_its_arguments_and_its_environment_alone() -> None:
-    assert run(EXECUTE, "['/bin/sh', '-c', 'echo $0 $1 $A; env', 'x', 'y z']", "['A=b']")[0] == "x y z b"
-    assert run(EXECUTE, "['env']", "['A=\\u00e9', 'B=']") == ["A=é", "B=", "Success"]
-    assert run(EXECUTE, "['env']", "[]") == ["Success"]
+    assert execute("['/bin/sh', '-c', 'echo $0 $1 $A; env', 'x', 'y z']", "['A=b']")[0] == "x y z b"
+    assert execute("['env']", "['A=\\u00e9', 'B=']") == ["A=é", "B=", "Success"]
+    assert execute("['env']", "[]") == ["Success"]
 
 
 def test_a_program_is_found_by_its_own_path(tmp_path: Path) -> None:
@@ -188,15 +254,15 @@ def test_a_program_is_found_by_its_own_path(tmp_path: Path) -> None:
     (tmp_path / "b" / "tool").chmod(0o755)
     both = f"PATH=/nowhere:{tmp_path}/a:/etc/passwd:{tmp_path}/b"
     # Found in a, and refused: the search goes on.
-    assert run(EXECUTE, "['tool']", repr([both])) == ["b", "Success"]
-    assert run(EXECUTE, "['tool']", repr([f"PATH={tmp_path}/a:/nowhere"])) == ["Permission denied"]
-    assert run(EXECUTE, "['tool']", "['PATH=/nowhere']") == ["No such file or directory"]
-    assert run(EXECUTE, "['']", "[]") == ["No such file or directory"]
-    assert run(EXECUTE, repr([os.fspath(tmp_path / "a")]), "[]") == ["Permission denied"]
+    assert execute("['tool']", repr([both])) == ["b", "Success"]
+    assert execute("['tool']", repr([f"PATH={tmp_path}/a:/nowhere"])) == ["Permission denied"]
+    assert execute("['tool']", "['PATH=/nowhere']") == ["No such file or directory"]
+    assert execute("['']", "[]") == ["No such file or directory"]
+    assert execute(repr([os.fspath(tmp_path / "a")]), "[]") == ["Permission denied"]
     (tmp_path / "b" / "tool").write_text("no program")
-    assert run(EXECUTE, "['tool']", repr([both])) == ["Exec format error"]
+    assert execute("['tool']", repr([both])) == ["Exec format error"]
 
 
 def test_a_program_may_have_very_many_arguments() -> None:
-    assert run(EXECUTE, "['/bin/sh', '-c', 'echo $#'] + ['x'] * 100_000", "[]") == ["99999", "Success"]
-    assert run(EXECUTE, "['true', 'x' * 200_000]", "[]") == ["Argument list too long"]
+    assert execute("['/bin/sh', '-c', 'echo $#'] + ['x'] * 100_000", "[]") == ["99999", "Success"]
+    assert execute("['true', 'x' * 200_000]", "[]") == ["Argument list too long"]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import signal
+from collections.abc import Callable
 
 from tightship.kernel import libc
+from tightship.kernel.calls import Calls
 
 # include/uapi/linux/sched.h
 _CLONE_PIDFD = 0x00001000
@@ -63,6 +65,21 @@ def clone3(namespaces: tuple[str, ...] = (), cgroup: int | None = None) -> tuple
     close-on-exec. Raises OSError with the errno of clone3(2): EBUSY or EOPNOTSUPP for a cgroup that takes no process,
     EAGAIN at a limit of processes.
     """
+    pidfd, arguments = _arguments(namespaces, cgroup)
+    pid = libc.held_syscall(_SYS_CLONE3, ctypes.byref(arguments), _SIZE)
+    return pid, pidfd.value if pid else -1
+
+
+def start(
+    calls: Calls, namespaces: tuple[str, ...], cgroup: int | None, status: int, reach: Callable[[str], None]
+) -> tuple[int, int]:
+    """Makes a child that makes these calls, the last of them an execve: its pid and pidfd. Else like `clone3`."""
+    pidfd, arguments = _arguments(namespaces, cgroup)
+    pid = calls.start(ctypes.addressof(arguments), ctypes.sizeof(arguments), status, reach)
+    return pid, pidfd.value
+
+
+def _arguments(namespaces: tuple[str, ...], cgroup: int | None) -> tuple[ctypes.c_int, _CloneArgs]:
     pidfd = ctypes.c_int(-1)
     arguments = _CloneArgs(flags=_CLONE_PIDFD, pidfd=ctypes.addressof(pidfd), exit_signal=signal.SIGCHLD)
     for name in namespaces:
@@ -70,8 +87,7 @@ def clone3(namespaces: tuple[str, ...] = (), cgroup: int | None = None) -> tuple
     if cgroup is not None:
         arguments.flags |= _CLONE_INTO_CGROUP
         arguments.cgroup = cgroup
-    pid = libc.held_syscall(_SYS_CLONE3, ctypes.byref(arguments), _SIZE)
-    return pid, pidfd.value if pid else -1
+    return pidfd, arguments
 
 
 def close_range(first: int, last: int) -> None:

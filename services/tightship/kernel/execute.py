@@ -6,14 +6,10 @@ What a child between clone and exec allocates it pays with copied pages: so the 
 from __future__ import annotations
 
 import ctypes
-import errno
 
-from tightship.kernel import libc
+from tightship.kernel.calls import LAST_SEARCHED, SEARCHED, Calls
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-# execvp(3): these say that the file is not there; the search goes on.
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT})
 
 
 class Program:
@@ -26,19 +22,17 @@ class Program:
     def __init__(self, argv: list[str], environment: list[str]) -> None:
         self._argv = _array(argv)
         self._environment = _array(environment)
-        self._candidates = [ctypes.c_char_p(name) for name in _candidates(argv, environment)]
+        self._candidates = [name + b"\0" for name in _candidates(argv, environment)]
 
-    def execute(self) -> int:
-        """Doesn't return where it succeeds; else the errno: EACCES where any file found was refused so."""
-        code = errno.ENOENT
-        refused = False
-        for candidate in self._candidates:
-            code = libc.execve(candidate, self._argv, self._environment)
-            if code == errno.EACCES:
-                refused = True
-            elif code not in _ABSENT:
-                return code
-        return errno.EACCES if refused else code
+    def execute(self, calls: Calls, stage: str) -> None:
+        """The last calls: the candidates one after another, until one is executed or is refused for good."""
+        calls.keep((self._argv, self._environment))
+        argv = ctypes.addressof(self._argv)
+        environment = ctypes.addressof(self._environment)
+        last = len(self._candidates) - 1
+        for index, candidate in enumerate(self._candidates):
+            flags = SEARCHED | (LAST_SEARCHED if index == last else 0)
+            calls.add(stage, "execve", candidate, argv, environment, flags=flags)
 
 
 def _array(words: list[str]) -> ctypes.Array[ctypes.c_char_p]:

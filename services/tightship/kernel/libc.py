@@ -16,7 +16,6 @@ _syscall.restype = ctypes.c_long
 _held = ctypes.PyDLL(None, use_errno=True)
 _held_syscall = _held.syscall
 _held_syscall.restype = ctypes.c_long
-_execve = _held.execve
 _sigprocmask = _held.sigprocmask
 
 # sizeof(sigset_t) in glibc and musl.
@@ -44,9 +43,10 @@ def prctl(option: int, argument: int) -> None:
     _checked(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), unused, unused, unused))
 
 
-def mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int) -> None:
-    """mount(2) without data. Raises OSError."""
-    _checked(_libc.mount(source, target, kind, ctypes.c_ulong(flags), _NOWHERE))
+def make_executable(address: int, size: int) -> None:
+    """mprotect(2) of whole pages to be read and executed, not written any more. Raises OSError."""
+    readable_and_executable = 0x1 | 0x4
+    _checked(_libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(readable_and_executable)))
 
 
 def signalfd(numbers: Iterable[int], flags: int) -> int:
@@ -59,12 +59,6 @@ def signalfd(numbers: Iterable[int], flags: int) -> int:
 def empty_signal_mask() -> None:
     """sigprocmask(2) to the empty set."""
     _checked(_sigprocmask(_MASK_NOW, _EMPTY_SIGSET, _NOWHERE))
-
-
-def execve(path: ctypes.c_char_p, argv: object, environment: object) -> int:
-    """execve(2) with ready arrays of strings; the errno where it returns."""
-    _execve(path, argv, environment)
-    return ctypes.get_errno()
 
 
 def _checked(result: int) -> int:

@@ -1,15 +1,15 @@
-"""What a process does inside its own new namespaces: private mounts, its own /proc, a loopback interface that is up.
+"""What a child does inside its own new namespaces: private mounts, its own /proc, a loopback interface that is up.
 
-Sources: mount(2), mount_namespaces(7), pid_namespaces(7), netdevice(7).
+As calls to be made by it, see kernel/calls.py. Sources: mount(2), mount_namespaces(7), pid_namespaces(7), netdevice(7).
 """
 
 from __future__ import annotations
 
-import fcntl
+import os
 import socket
 import struct
 
-from tightship.kernel import libc
+from tightship.kernel.calls import Calls
 
 # include/uapi/linux/mount.h
 _MS_NOSUID = 0x2
@@ -24,17 +24,18 @@ _IFF_UP = 0x1
 _IFREQ = struct.Struct("16sH22x")
 
 
-def make_mounts_private() -> None:
-    """No mount made here is seen outside, and none made outside appears here. Raises OSError."""
-    libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE)
+def make_mounts_private(calls: Calls, stage: str) -> None:
+    """No mount made here is seen outside, and none made outside appears here."""
+    calls.add(stage, "mount", 0, b"/\0", 0, _MS_REC | _MS_PRIVATE)
 
 
-def mount_proc() -> None:
-    """Mounts the /proc of this process's pid namespace over the one in place. Raises OSError."""
-    libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+def mount_proc(calls: Calls, stage: str) -> None:
+    """Mounts the /proc of this process's pid namespace over the one in place."""
+    calls.add(stage, "mount", b"proc\0", b"/proc\0", b"proc\0", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
-def bring_loopback_up() -> None:
-    """Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        fcntl.ioctl(sock, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", _IFF_UP))
+def bring_loopback_up(calls: Calls, stage: str, free: int) -> None:
+    """`free` is the lowest descriptor that is not open."""
+    calls.add(stage, "socket", socket.AF_INET, socket.SOCK_DGRAM | os.O_CLOEXEC, 0)
+    calls.add(stage, "ioctl", free, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", _IFF_UP))
+    calls.add(stage, "close", free)

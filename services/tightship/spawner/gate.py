@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 from tightship.kernel import clone
+from tightship.kernel.calls import FAILURE_SIZE, read_failure
 from tightship.kernel.fdframes import Stream
 from tightship.spawner import child
 from tightship.spawner.loop import Loop
@@ -24,10 +25,12 @@ class Gate:
     status pipe.
     """
 
-    __slots__ = ("_gate", "_loop", "_status", "_told", "ended", "failure", "ready")
+    __slots__ = ("_gate", "_loop", "_null", "_stages", "_status", "_told", "ended", "failure", "ready")
 
-    def __init__(self, loop: Loop, told: Callable[[], None]) -> None:
+    def __init__(self, loop: Loop, null: int, told: Callable[[], None]) -> None:
         self._loop = loop
+        self._null = null
+        self._stages: list[str] = []
         self._told = told
         self._gate = -1
         self._status = -1
@@ -45,20 +48,27 @@ class Gate:
             self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             self._loop.watch(self._status, self._status_ready)
             try:
-                prepared = child.Prepared(order, streams, gate, status, limits)
-                cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    pid, pidfd = clone.clone3(order.namespaces, cgroup)
-                    if pid == 0:
-                        child.run(prepared)
-                finally:
-                    if cgroup is not None:
-                        os.close(cgroup)
+                return self._start(order, streams, gate, status, limits)
             finally:
                 os.close(status)
         finally:
             os.close(gate)
-        return pid, pidfd
+
+    def _start(
+        self, order: LaunchOrder, streams: dict[Stream, int], gate: int, status: int, limits: child.Limits
+    ) -> tuple[int, int]:
+        calls = child.calls_of(order, self._stdio(streams), gate, status, limits)
+        self._stages = calls.stages
+        cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return clone.start(calls, order.namespaces, cgroup, status, lambda name: child.reach(name, gate))
+        finally:
+            if cgroup is not None:
+                os.close(cgroup)
+
+    def _stdio(self, streams: dict[Stream, int]) -> tuple[int, int, int]:
+        stdin, stdout, stderr = (streams.get(each, self._null) for each in Stream)
+        return stdin, stdout, stderr
 
     def open(self) -> None:
         """Lets the child go on to its command. Raises BrokenPipeError where it has died."""
@@ -76,11 +86,13 @@ class Gate:
             self._close_status()
             self.ended = True
             return
-        if data.startswith(child.READY):
+        # A packet each: neither is ever written in two, and a failure's first byte may look like READY.
+        if not self.ready and data.startswith(child.READY) and len(data) % FAILURE_SIZE:
             self.ready = True
-            data = data[1:]
+            data = data[len(child.READY) :]
         if data:
-            self.failure = child.read_failure(data)
+            stage, code = read_failure(data, self._stages)
+            self.failure = (stage.partition(":")[0], code, f"{stage}: {os.strerror(code)}")
 
     def close(self) -> None:
         self._close_status()

@@ -32,7 +32,7 @@ _WAITING_MAX = 64
 class Surroundings:
     """What every launch works with. `limits` are those that a child sets back; `tell` sends an event."""
 
-    __slots__ = ("children", "limits", "loop", "switchboard", "tell", "unopened")
+    __slots__ = ("children", "limits", "loop", "null", "switchboard", "tell", "unopened")
 
     def __init__(
         self, loop: Loop, switchboard: fdclient.Switchboard, limits: child.Limits, tell: Callable[[Packet], None]
@@ -41,6 +41,7 @@ class Surroundings:
         self.switchboard = switchboard
         self.limits = limits
         self.tell = tell
+        self.null = os.open("/dev/null", os.O_RDWR)
         self.unopened = 0
         self.children: dict[int, Launch] = {}
         """Launches by the pid of their living child."""
@@ -72,7 +73,7 @@ class Launch(Contained):
         self._hurried = False
         self._timer = around.loop.later(order.timeout_s, self._timed_out)
         self._routine = Routine(self._steps(order), self._launched)
-        self._gate = Gate(around.loop, self._routine.wake)
+        self._gate = Gate(around.loop, around.null, self._routine.wake)
         around.unopened += 1
 
     def begin(self) -> None:

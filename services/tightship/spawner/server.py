@@ -79,7 +79,7 @@ class Server:
         loop.watch(listener.fileno(), self._accept)
 
     def descriptors(self) -> list[int]:
-        fds = [self._listener.fileno()]
+        fds = [self._listener.fileno(), self.around.null]
         for client in self._clients():
             fds += client.descriptors()
         for launch in (*self._launches.values(), *self._leaving):
