@@ -6,7 +6,6 @@ import os
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is imported: nothing forks here
 
-import asyncio
 import json
 import logging
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import uvloop
 
 from tightship.common.errors import ServiceError
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
@@ -116,7 +116,7 @@ def main(
         click.echo(f"containerizer: {error}", err=True)
         sys.exit(CONFIG)
     _lock(run)
-    asyncio.run(_serve(run, found, settings))
+    uvloop.run(_serve(run, found, settings))
 
 
 async def _serve(run: RunDir, found: machine.Machine, settings: Settings) -> None:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import click
+import uvloop
 
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.common.serving import Serving
@@ -98,7 +99,7 @@ def main(
         fd_uids=frozenset({os.geteuid(), *allow_uid}),
         fd_gids=frozenset(allow_gid),
     )
-    asyncio.run(serve(settings))
+    uvloop.run(serve(settings))
 
 
 async def serve(settings: Settings) -> None:
