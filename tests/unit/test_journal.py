@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,18 @@ os.kill(os.getpid(), signal.SIGKILL)
     journal = open_journal(tmp_path / "j")
     assert len(journal.rows) == 99
     assert journal.find_record("/n0") is not None
+
+
+def test_a_good_file_that_is_locked_is_not_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = open_journal(tmp_path / "j")
+    intend(journal, a_row())
+    journal.close()
+    other = sqlite3.connect(tmp_path / "j", isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **fields: connect(*args, **(fields | {"timeout": 0.05})))
+    with pytest.raises(sqlite3.OperationalError):
+        open_journal(tmp_path / "j")
+    other.close()
+    assert len(open_journal(tmp_path / "j").rows) == 1

@@ -25,6 +25,14 @@ from tightship.kernel import process
 
 _VERSION = 1
 
+# Errors of the moment or the disk: the file may be good.
+_NOT_THE_FILE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
+    }
+)  # fmt: skip
+
 
 class Phase(StrEnum):
     INTENDED = "intended"
@@ -128,7 +136,7 @@ class Ended:
 
 
 class Journal:
-    """Synchronous: a write takes some 40 µs. Raises sqlite3.Error on a full disk or a broken file."""
+    """Synchronous: a write takes some 40 µs. Raises sqlite3.Error on a full or failing disk."""
 
     def __init__(self, path: Path, *, retention_age: float, retention_count: int) -> None:
         self._age = retention_age
@@ -138,7 +146,9 @@ class Journal:
         try:
             self._db = _connect(path)
             self.rows = list(self._load())
-        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError):
+        except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, sqlite3.DatabaseError) and _code(error) in _NOT_THE_FILE:
+                raise
             self.rebuilt = True
             _set_aside(path)
             self._db = _connect(path)
@@ -268,6 +278,12 @@ def _connect(path: Path) -> sqlite3.Connection:
         """
     )
     return db
+
+
+def _code(error: sqlite3.DatabaseError) -> int:
+    """SQLite's primary result code."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF
 
 
 def _set_aside(path: Path) -> None:

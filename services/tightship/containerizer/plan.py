@@ -7,8 +7,7 @@ that undo needs. The names of its steps are the names in failpoints, spans and e
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tightship.containerizer.machine import Machine
 from tightship.containerizer.spec import cpu_list, unimplemented
@@ -26,8 +25,7 @@ CGROUP_KINDS = frozenset({"mkdir", "chown", "write"})
 UNDONE_KINDS = frozenset({"mkdir", "lease", "spawn"})
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One side effect. `target` is a path, or the id of a lease or launch; `field` the spec field it honours."""
 
     kind: Kind
@@ -38,7 +36,7 @@ class Step:
 
 
 def to_json(plan: tuple[Step, ...]) -> str:
-    return json.dumps([[s.kind, s.name, s.target, s.value, s.field] for s in plan], separators=(",", ":"))
+    return json.dumps(plan, separators=(",", ":"))
 
 
 def from_json(text: str) -> tuple[Step, ...]:

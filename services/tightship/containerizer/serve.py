@@ -12,11 +12,10 @@ import gc
 import logging
 import signal
 import sqlite3
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from grpc_health.v1 import health_pb2
 
+from tightship.common import threads
 from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
 from tightship.common.serving import Serving
@@ -76,7 +75,7 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
             lambda leases: _on_welcome(registry, leases),
         ),
         tracer=tracer,
-        pool=_pool(),
+        pool=threads.pool(_THREADS, "cgroup"),
     )
     if found.oom_floor > -1000:
         log.info(
@@ -116,16 +115,6 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
     journal.close()
     await asyncio.to_thread(tracer.shutdown, _FLUSH_S)
     return 0
-
-
-def _pool() -> ThreadPoolExecutor:
-    """With all its threads begun, so that nothing grows later."""
-    pool = ThreadPoolExecutor(_THREADS, "cgroup")
-    all_there = threading.Barrier(_THREADS + 1)
-    for _ in range(_THREADS):
-        pool.submit(all_there.wait)
-    all_there.wait()
-    return pool
 
 
 async def _connect(parts: Parts, stop: asyncio.Event) -> Packet | None:

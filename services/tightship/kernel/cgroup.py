@@ -23,6 +23,8 @@ _ATTRIBUTES = ("trusted.tightship", "user.tightship")
 # A directory of ours has the sticky bit from the mkdir itself, so that a crash before the mark leaves a trace.
 _MODE = 0o1755
 
+_PAGE = 4096
+
 _PAUSES_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
@@ -124,9 +126,9 @@ def write(path: str, value: str) -> None:
 def keyed(path: str, key: str) -> int | None:
     """The number after `key` in a flat keyed file such as cpu.stat; None where file or key is absent."""
     with contextlib.suppress(OSError, ValueError):
-        for line in read(path).splitlines():
-            name, _, value = line.partition(" ")
-            if name == key:
+        for line in _read_page(path).splitlines():
+            name, _, value = line.partition(b" ")
+            if name == key.encode():
                 return int(value)
     return None
 
@@ -134,8 +136,17 @@ def keyed(path: str, key: str) -> int | None:
 def number(path: str) -> int | None:
     """The one number a control file holds; None where it is absent or holds none."""
     with contextlib.suppress(OSError, ValueError):
-        return int(read(path))
+        return int(_read_page(path))
     return None
+
+
+def _read_page(path: str) -> bytes:
+    """A file of statistics, which the kernel gives in one read."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _PAGE)
+    finally:
+        os.close(fd)
 
 
 def processes(path: str) -> list[int]:
