@@ -11,7 +11,6 @@ import os
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # before grpc is imported: nothing forks here
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 import click
 import uvloop
 
+from tightship.common import threads
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.common.serving import Serving
 from tightship.common.telemetry import Tracer
@@ -105,7 +105,7 @@ def main(
 async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_FILE_THREADS, "files"))
+    loop.set_default_executor(threads.pool(_FILE_THREADS, "files"))
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
