@@ -13,10 +13,11 @@ import ctypes
 import errno
 import mmap
 import os
+import struct
 from array import array
 from collections.abc import Callable
 
-from tightship.kernel import libc
+from tightship.kernel import forkmemory, libc
 
 # Numbers of the calls that differ between machines: arch/x86/entry/syscalls/syscall_64.tbl and
 # include/uapi/asm-generic/unistd.h.
@@ -59,26 +60,32 @@ _NATIVE_X86_64 = bytes.fromhex(
 
 
 class Calls:
-    """The calls in their order. What they point to is kept alive here."""
+    """The calls in their order, with what they point to."""
 
-    __slots__ = ("_kept", "_points", "_words", "stages")
+    __slots__ = ("_arrays", "_data", "_pointers", "_points", "_words", "stages")
 
     def __init__(self) -> None:
         self._words = array("q")
-        self._kept: list[object] = []
+        self._data = bytearray()
+        # Places in the words, and in the data, that hold an offset into the data; with it they become an address.
+        self._pointers: tuple[list[int], list[int]] = ([], [])
+        self._arrays: dict[int, tuple[int, list[bytes]]] = {}
         self._points: list[str] = []
         self.stages: list[str] = []
         """What each call is for, by index: for the failure that names it."""
 
-    def add(self, stage: str, name: str, *arguments: int | bytes, flags: int = 0) -> None:
-        """One call. `bytes` are passed by address; a string must end with its own NUL."""
+    def add(self, stage: str, name: str, *arguments: int | bytes | list[bytes], flags: int = 0) -> None:
+        """One call. `bytes` are passed by address, and so is a list of strings, with its closing null pointer.
+
+        A string must end with its own NUL. A list used again is laid out once.
+        """
         words = [NUMBERS[name]]
         for argument in arguments:
-            if isinstance(argument, bytes):
-                self._kept.append(argument)
-                words.append(_address(argument))
-            else:
+            if isinstance(argument, int):
                 words.append(argument)
+                continue
+            self._pointers[0].append(len(self._words) + len(words))
+            words.append(self._put(argument) if isinstance(argument, bytes) else self._put_array(argument))
         words += [0] * (1 + _ARGUMENTS - len(words))
         self._append(stage, words, flags)
 
@@ -87,30 +94,64 @@ class Calls:
         self._points.append(name)
         self._append(stage, [_POINT, len(self._points) - 1, 0, 0, 0, 0, 0], 0)
 
-    def keep(self, thing: object) -> None:
-        self._kept.append(thing)
-
     def start(self, arguments: int, size: int, status: int, reach: Callable[[str], None]) -> int:
         """Clones with the clone_args at that address: the child's pid. The child makes the calls, and never returns.
 
         `status` is where the child tells a failure; `reach` passes a failpoint there. Raises OSError of clone3(2).
         """
-        calls, _ = self._words.buffer_info()
-        if _native is not None and not self._points:
-            pid: int = _native(arguments, size, calls, 0, status)
-            if pid < 0:
-                raise OSError(-pid, os.strerror(-pid))
-            return pid
-        pid = libc.held_syscall(_SYS_CLONE3, ctypes.c_void_p(arguments), ctypes.c_size_t(size))
-        if pid == 0:
-            self._run(status, reach)
+        if _native is None or self._points:
+            before_python_child()
+            area = self._lay_out()
+            forked = libc.held_syscall(_SYS_CLONE3, ctypes.c_void_p(arguments), ctypes.c_size_t(size))
+            if forked == 0:
+                self._run(status, reach)
+            del area
+            return forked
+        _native.prepare()
+        area = self._lay_out()
+        pid: int = _native.start(arguments, size, _address(area), 0, status)
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
         return pid
+
+    def _put(self, data: bytes) -> int:
+        """Its offset in the data."""
+        offset = len(self._data)
+        self._data += data
+        # The next one may be an array of words.
+        self._data += bytes(-len(self._data) % 8)
+        return offset
+
+    def _put_array(self, strings: list[bytes]) -> int:
+        known = self._arrays.get(id(strings))
+        if known is not None:
+            return known[0]
+        offsets = array("q", [self._put(string) for string in strings])
+        start = self._put(offsets.tobytes() + bytes(8))
+        self._pointers[1].extend(range(start, start + 8 * len(strings), 8))
+        self._arrays[id(strings)] = (start, strings)
+        return start
 
     def _append(self, stage: str, words: list[int], flags: int) -> None:
         self._words.extend(words)
         self._words.append(flags)
         self._words.append(len(self.stages))
         self.stages.append(stage)
+
+    def _lay_out(self) -> mmap.mmap:
+        """Everything in memory that a fork copies, addresses filled in: the words first, then the data."""
+        size = 8 * len(self._words)
+        area = _area if size + len(self._data) <= len(_area) else _map(size + len(self._data))
+        base = _address(area) + size
+        in_words, in_data = self._pointers
+        for place in in_words:
+            self._words[place] += base
+        data = self._data
+        for place in in_data:
+            _WORD.pack_into(data, place, _WORD.unpack_from(data, place)[0] + base)
+        area[:size] = self._words.tobytes()
+        area[size : size + len(data)] = bytes(data)
+        return area
 
     def _run(self, status: int, reach: Callable[[str], None]) -> None:
         refused = False
@@ -146,29 +187,58 @@ def read_failure(data: bytes, stages: list[str]) -> tuple[str, int]:
     return stages[index], int.from_bytes(data[4:FAILURE_SIZE], "little")
 
 
-def _address(data: bytes) -> int:
-    # The bytes of a bytes object stay where they are while it lives.
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+def _address(area: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class _Native:
+    """The machine code, in memory that can be executed and no more be written. Raises OSError where that is refused."""
+
+    def __init__(self, code: bytes) -> None:
+        self._code = _map(mmap.PAGESIZE)
+        self._code.write(code)
+        libc.make_executable(_address(self._code), mmap.PAGESIZE)
+        long = ctypes.c_long
+        prototype = ctypes.PYFUNCTYPE(long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, long, long)
+        self.start = prototype(_address(self._code))
+        self._starts = 0
+
+    def prepare(self) -> None:
+        """Before each start: sheds from the fork what was mapped since, now and then."""
+        if self._starts % _SHED_EVERY == 0:
+            forkmemory.shed(_address(self._code), _address(_area))
+        self._starts += 1
+
+    def whole(self) -> None:
+        """The next fork is of another kind, and copies everything."""
+        if self._starts:
+            forkmemory.unshed()
+        self._starts = 0
+
+
+def before_python_child() -> None:
+    """To be called before a clone whose child goes on in Python."""
+    if _native is not None:
+        _native.whole()
+
+
+def _load() -> _Native | None:
+    if _MACHINE != "x86_64":
+        return None
+    try:
+        return _Native(_NATIVE_X86_64)
+    except OSError:
+        return None  # a policy against it: slower, and the same
 
 
 _SYS_CLONE3 = 435
-
-
-def _load() -> Callable[[int, int, int, int, int], int] | None:
-    if _MACHINE != "x86_64":
-        return None
-    area = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.write(_NATIVE_X86_64)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    try:
-        libc.make_executable(address, mmap.PAGESIZE)
-    except OSError:
-        return None  # a policy against it: slower, and the same
-    long = ctypes.c_long
-    prototype = ctypes.PYFUNCTYPE(long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, long, long)
-    _kept.append(area)
-    return prototype(address)
-
-
-_kept: list[mmap.mmap] = []
+_WORD = struct.Struct("=q")
+# Starts between two looks at what was mapped: a look takes about as long as it saves in one.
+_SHED_EVERY = 256
+# Holds any but the largest command.
+_area = _map(64 << 10)
 _native = _load()

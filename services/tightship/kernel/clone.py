@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 
 from tightship.kernel import libc
-from tightship.kernel.calls import Calls
+from tightship.kernel.calls import Calls, before_python_child
 
 # include/uapi/linux/sched.h
 _CLONE_PIDFD = 0x00001000
@@ -65,6 +65,7 @@ def clone3(namespaces: tuple[str, ...] = (), cgroup: int | None = None) -> tuple
     close-on-exec. Raises OSError with the errno of clone3(2): EBUSY or EOPNOTSUPP for a cgroup that takes no process,
     EAGAIN at a limit of processes.
     """
+    before_python_child()
     pidfd, arguments = _arguments(namespaces, cgroup)
     pid = libc.held_syscall(_SYS_CLONE3, ctypes.byref(arguments), _SIZE)
     return pid, pidfd.value if pid else -1

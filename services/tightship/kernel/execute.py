@@ -1,11 +1,8 @@
-"""execve(2) with everything encoded beforehand, and files found by PATH as execvp(3) finds them.
-
-What a child between clone and exec allocates it pays with copied pages: so the parent makes the arrays.
-"""
+"""execve(2) as the last of a child's calls, with files found by PATH as execvp(3) finds them."""
 
 from __future__ import annotations
 
-import ctypes
+import os
 
 from tightship.kernel.calls import LAST_SEARCHED, SEARCHED, Calls
 
@@ -20,38 +17,30 @@ class Program:
     """
 
     def __init__(self, argv: list[str], environment: list[str]) -> None:
-        self._argv = _array(argv)
-        self._environment = _array(environment)
-        self._candidates = [name + b"\0" for name in _candidates(argv, environment)]
+        self._argv = [_encode(word) for word in argv]
+        self._environment = [_encode(entry) for entry in environment]
+        self._candidates = _candidates(argv, environment)
 
     def execute(self, calls: Calls, stage: str) -> None:
         """The last calls: the candidates one after another, until one is executed or is refused for good."""
-        calls.keep((self._argv, self._environment))
-        argv = ctypes.addressof(self._argv)
-        environment = ctypes.addressof(self._environment)
         last = len(self._candidates) - 1
         for index, candidate in enumerate(self._candidates):
             flags = SEARCHED | (LAST_SEARCHED if index == last else 0)
-            calls.add(stage, "execve", candidate, argv, environment, flags=flags)
-
-
-def _array(words: list[str]) -> ctypes.Array[ctypes.c_char_p]:
-    encoded = [_encode(word) for word in words]
-    return (ctypes.c_char_p * (len(encoded) + 1))(*encoded, None)
+            calls.add(stage, "execve", candidate, self._argv, self._environment, flags=flags)
 
 
 def _encode(word: str) -> bytes:
     data = word.encode(errors="surrogateescape")
     if b"\0" in data:
         raise ValueError("embedded NUL")
-    return data
+    return data + b"\0"
 
 
 def _candidates(argv: list[str], environment: list[str]) -> list[bytes]:
     if not argv:
         raise ValueError("empty argv")
     name = _encode(argv[0])
-    if b"/" in name or not name:
+    if b"/" in name or name == b"\0":
         return [name]
     path = DEFAULT_PATH
     for entry in environment:
@@ -59,4 +48,4 @@ def _candidates(argv: list[str], environment: list[str]) -> list[bytes]:
             path = entry.removeprefix("PATH=")
             break
     # An empty element is the working directory.
-    return [(_encode(directory) or b".") + b"/" + name for directory in path.split(":")]
+    return [os.fsencode(directory or ".") + b"/" + name for directory in path.split(":")]

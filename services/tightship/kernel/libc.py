@@ -17,6 +17,8 @@ _held = ctypes.PyDLL(None, use_errno=True)
 _held_syscall = _held.syscall
 _held_syscall.restype = ctypes.c_long
 _sigprocmask = _held.sigprocmask
+_thread_self = _held.pthread_self
+_thread_self.restype = ctypes.c_ulong
 
 # sizeof(sigset_t) in glibc and musl.
 _SIGSET_SIZE = 128
@@ -47,6 +49,17 @@ def make_executable(address: int, size: int) -> None:
     """mprotect(2) of whole pages to be read and executed, not written any more. Raises OSError."""
     readable_and_executable = 0x1 | 0x4
     _checked(_libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(readable_and_executable)))
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """madvise(2), which is advice: what can't be taken is passed over."""
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice))
+
+
+def thread_block() -> int:
+    """The address of this thread's control block: pthread_self(3)."""
+    block: int = _thread_self()
+    return block
 
 
 def signalfd(numbers: Iterable[int], flags: int) -> int:
