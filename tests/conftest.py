@@ -13,6 +13,7 @@ import pytest
 
 from tests.harness import census
 from tests.harness.pair import Pair
+from tests.harness.waiting import until
 
 
 def _need_cgroups() -> None:
@@ -28,9 +29,10 @@ def _shared_pair() -> Iterator[Pair]:
 
 
 @pytest.fixture
-def pair(_shared_pair: Pair) -> Pair:
-    """A pair that all tests share: leave it as it was."""
-    return _shared_pair
+def pair(_shared_pair: Pair) -> Iterator[Pair]:
+    """A pair that all tests share. A test leaves no container on it; what it cancelled is waited for."""
+    yield _shared_pair
+    until(lambda: not _shared_pair.calls.living(), "the test's containers are gone")
 
 
 @pytest.fixture(scope="module")
