@@ -74,6 +74,7 @@ class AcquireRequest(_message.Message):
     LOG_CAP_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Chosen by the owner: 1 to 64 of [a-z0-9-]."""
     owner: _builtins.str
@@ -83,6 +84,10 @@ class AcquireRequest(_message.Message):
     """Bytes of log kept for the lease, both streams; 1 GiB when absent."""
     traceparent: _builtins.str
     """W3C trace context of the launch."""
+    token: _builtins.bytes
+    """32 random bytes, never used before: for an owner that passes its token on
+    before it has the answer. Made by the switchboard when empty.
+    """
     @_builtins.property
     def claim_ttl(self) -> _duration_pb2.Duration:
         """OFFERED until claimed; 10 s when absent, 60 s at most."""
@@ -106,10 +111,11 @@ class AcquireRequest(_message.Message):
         log_cap: _builtins.int | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "bind_ttl", b"bind_ttl", "claim_ttl", b"claim_ttl", "log_cap", b"log_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "bind_ttl", b"bind_ttl", "claim_ttl", b"claim_ttl", "labels", b"labels", "lease_id", b"lease_id", "log_cap", b"log_cap", "owner", b"owner", "stdin", b"stdin", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "bind_ttl", b"bind_ttl", "claim_ttl", b"claim_ttl", "labels", b"labels", "lease_id", b"lease_id", "log_cap", b"log_cap", "owner", b"owner", "stdin", b"stdin", "token", b"token", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__log_cap: _TypeAlias = _typing.Literal["log_cap"]  # noqa: Y015
     _WhichOneofArgType__log_cap: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap"]  # noqa: Y015

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
@@ -47,6 +48,7 @@ SPAWN_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0
 CGROUP_TIMEOUT_S = 5.0
 GATE_MS = 30_000
+_TOKEN_SIZE = 32
 
 # Reasons of an undo that nobody asked for.
 _NOT_ASKED = frozenset({"", "exit", "error"})
@@ -96,6 +98,7 @@ class Operation:
         self.begun = {step.name for step in row.plan} if recovering or row.kind is Kind.CLEANUP else set[str]()
         self.open_asked = False
         self._session = 0
+        self._token = b""
         self.closed_leases: set[str] = set()
         self.impatient = False
         self._again = False
@@ -292,9 +295,10 @@ class Operation:
             async with self._step("lease"):
                 acquired = await self._acquire()
                 await self._apply_cgroups()  # meanwhile
-                lease: sb.AcquireResponse = await self._race(acquired, LEASE_TIMEOUT_S, "lease")
+                if failpoints.DIRECTORY is not None:
+                    await self._race(acquired, LEASE_TIMEOUT_S, "lease")  # the point after it means that it is made
             async with self._step("spawn"):
-                await self._spawn(lease)
+                await self._spawn(acquired)
         async with self._step("commit"):
             self._commit()
         if row.kind is Kind.LAUNCH:
@@ -313,6 +317,7 @@ class Operation:
         self._check_asked()
         self._session = link.session
         begun = time.time_ns()
+        self.acquire.token = self._token = secrets.token_bytes(_TOKEN_SIZE)
         acquired = link.acquire(self.acquire)
         self.closed_leases.discard(self.row.id)  # an earlier welcome could not list it
         acquired.add_done_callback(lambda _: self.row.live.times.setdefault("lease", (begun, time.time_ns())))
@@ -324,26 +329,29 @@ class Operation:
         self.begun.update(step.name for step in mine)
         prefix = f"containerizer.{self.row.kind}"
         times: steps.Times = {}
-        await self.hop(lambda: steps.apply(mine, prefix, self._interrupted, times), CGROUP_TIMEOUT_S)
+        if failpoints.DIRECTORY is None:
+            # New directories, tens of microseconds each: a worker's hop would take longer than the loop is held.
+            steps.apply(mine, prefix, self._interrupted, times)
+        else:
+            await self.hop(lambda: steps.apply(mine, prefix, self._interrupted, times), CGROUP_TIMEOUT_S)
         self.row.live.times.update(times)
 
-    async def _spawn(self, lease: sb.AcquireResponse) -> None:
+    async def _spawn(self, acquired: asyncio.Future[sb.AcquireResponse]) -> None:
+        """The claim may overtake the Acquire, whose answer is not waited for before: the switchboard waits for it."""
         order, self.launch_order = self.launch_order, {}
-        reply = await self._race(
-            self.parts.spawner.order(
-                "LAUNCH",
-                launch=self.row.id,
-                lease=self.row.id,
-                token=lease.token.hex(),
-                epoch=lease.epoch,
-                traceparent=self.row.trace,
-                timeout_ms=int(SPAWN_TIMEOUT_S * 1000),
-                gate_ms=GATE_MS,
-                **order,
-            ),
-            SPAWN_TIMEOUT_S + 0.5,
-            "spawn",
+        ordered = self.parts.spawner.order(
+            "LAUNCH",
+            launch=self.row.id,
+            lease=self.row.id,
+            token=self._token.hex(),
+            epoch=self.parts.switchboard.epoch,
+            traceparent=self.row.trace,
+            timeout_ms=int(SPAWN_TIMEOUT_S * 1000),
+            gate_ms=GATE_MS,
+            **order,
         )
+        await self._race(acquired, LEASE_TIMEOUT_S, "lease")
+        reply = await self._race(ordered, SPAWN_TIMEOUT_S + 0.5, "spawn")
         self.row.live.pid = int(reply["pid"])
         self.row.live.start = int(reply["start"])
 
@@ -404,6 +412,8 @@ class Operation:
         self.parts.registry.remove(self)
         self.gone = self.over = True
         self.changed()
+        if row.live.opened:
+            self.parts.spawner.order("ACK", launch=row.id)
         if self.parts.tracer.enabled:
             spans.emit_launch(self)
             spans.emit_cleanup(self)
@@ -451,8 +461,6 @@ class Operation:
         except sqlite3.Error as error:
             self.left = {"journal": str(error)}
             return False
-        if row.live.opened:
-            self.parts.spawner.order("ACK", launch=row.id)
         return True
 
     def _ended(self, record: pb.Record) -> Ended:

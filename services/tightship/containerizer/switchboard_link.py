@@ -62,6 +62,8 @@ class SwitchboardLink:
         self._sessions = 0
         self.session = 0
         """Number of the session that stands; 0 while there is none."""
+        self.epoch = ""
+        """Of the switchboard of the last session."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="switchboard session")
@@ -152,6 +154,7 @@ class SwitchboardLink:
                     return
                 self._outbox = asyncio.Queue(_OUTBOX_MAX)
                 self._stub = stub
+                self.epoch = welcome.welcome.epoch
                 self._sessions += 1
                 self.session = self._sessions
                 self._on_welcome(frozenset(lease.lease_id for lease in welcome.welcome.leases))

@@ -29,6 +29,8 @@ PACKETS_PER_TURN = 16
 HELLO_S = 1.0
 # Only failpoints keep requests open.
 _OPEN_MAX = 64
+# Of these, CLAIMs whose lease is not there yet; junk beyond is refused at once.
+_EARLY_MAX = 16
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +164,10 @@ class Connection:
                 self._hello(frame)
             case Type.CLAIM:
                 token, traceparent = fdframes.read_claim(frame.payload)
-                self._request("claim", frame.request, token, None, lambda: self._claim(frame, token, traceparent))
+                if self._leases.may_come(token) and len(self._open) < _EARLY_MAX:
+                    self._open[frame.request] = self._loop.create_task(self._early(frame, token, traceparent))
+                else:
+                    self._request("claim", frame.request, token, None, lambda: self._claim(frame, token, traceparent))
             case Type.BIND:
                 token = fdframes.read_token(frame.payload)
                 pidfd = _Owned(fds.pop())
@@ -201,6 +206,13 @@ class Connection:
                 _close(owned)
         else:
             self._open[request] = self._loop.create_task(self._held(name, request, token, owned, act))
+
+    async def _early(self, frame: Frame, token: bytes, traceparent: str) -> None:
+        """A CLAIM that has overtaken the Acquire of its lease, or is of none."""
+        await self._leases.until_offered(token)
+        self._open.pop(frame.request, None)
+        if not self._closed:
+            self._request("claim", frame.request, token, None, lambda: self._claim(frame, token, traceparent))
 
     async def _held(
         self, name: str, request: int, token: bytes, owned: _Owned | None, act: Callable[[], Callable[[], None]]

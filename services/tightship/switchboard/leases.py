@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from tightship.common import failpoints
-from tightship.common.errors import Code, ServiceError, errno_name
+from tightship.common.errors import Code, ServiceError, errno_name, invalid
 from tightship.common.telemetry import Tracer
 from tightship.kernel import process
 from tightship.kernel.fdframes import TOKEN_SIZE, Stream
@@ -52,6 +52,9 @@ _FLUSH_S = 0.05
 _RETENTION_S = 5.0
 _RETENTION_BATCH = 200
 _SPANS_MAX = 1024
+# A claimer overtakes its owner's Acquire by less than a millisecond.
+_EXPECTED_S = 0.5
+_EXPECTED_MAX = 64
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class Leases:
         self._flusher: asyncio.TimerHandle | None = None
         self._spans: list[tuple[Live, pb.Lease]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._expected: dict[bytes, asyncio.Event] = {}
+        """Tokens that were claimed before their lease was offered."""
         self._empty = asyncio.Event()
         self._pumps = [Pump(f"pump-{number}", self._tell) for number in range(_PUMPS)]
         self._next_pump = 0
@@ -95,6 +100,8 @@ class Leases:
             if self.catalogue.known(terms.lease_id):
                 raise ServiceError(Code.FAILED_PRECONDITION, "LEASE_ENDED", f"lease {terms.lease_id} was ended before")
             lease = self._offer(now, request, terms)
+        elif request.token not in (b"", lease.token):
+            raise ServiceError(Code.ALREADY_EXISTS, "LEASE_EXISTS", f"lease {lease.id} exists with another token")
         return pb.AcquireResponse(lease=self._message(self._live[lease.id], now), token=lease.token, epoch=self.epoch)
 
     async def acquire_held(
@@ -199,6 +206,18 @@ class Leases:
         """The state that the token's lease is in; None where it has ended."""
         lease = self._ledger.by_token(token)
         return None if lease is None else lease.state
+
+    def may_come(self, token: bytes) -> bool:
+        """Whether it is of no living lease, and waiting for one makes sense: its Acquire may be on the way."""
+        return self._ledger.by_token(token) is None and not self.stopping and len(self._expected) < _EXPECTED_MAX
+
+    async def until_offered(self, token: bytes) -> None:
+        """Waits for the lease of this token, for a bounded time."""
+        expected = self._expected.setdefault(token, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(expected.wait(), _EXPECTED_S)
+        if self._expected.get(token) is expected:
+            del self._expected[token]
 
     def claim(self, token: bytes, claimer: int, traceparent: str) -> Live:
         """The winner's lease, with `far` to be sent; `handed` or `withheld` follows."""
@@ -406,9 +425,12 @@ class Leases:
 
     def _offer(self, now: float, request: pb.AcquireRequest, terms: Terms) -> Lease:
         streams = (Stream.STDIN, Stream.STDOUT, Stream.STDERR) if terms.stdin else (Stream.STDOUT, Stream.STDERR)
+        token = request.token or secrets.token_bytes(TOKEN_SIZE)
+        if len(token) != TOKEN_SIZE or self._ledger.by_token(token) is not None:
+            raise invalid("token", f"must be {TOKEN_SIZE} random bytes, of one lease alone")
         with as_service_error():
             ends = make_pipes(streams)
-        lease = self._ledger.offer(now, terms, secrets.token_bytes(TOKEN_SIZE))
+        lease = self._ledger.offer(now, terms, token)
         self._next_pump = (self._next_pump + 1) % _PUMPS
         live = Live(
             lease, self._pumps[self._next_pump], requests.traceparent(request.traceparent), dict(request.labels)
@@ -419,6 +441,8 @@ class Leases:
         live.sources = tuple(Source(ends[log.stream][0], log, budget, live) for log in self.store.logs(lease.id))
         self._live[lease.id] = live
         self._arm()
+        if (expected := self._expected.pop(token, None)) is not None:
+            expected.set()
         return lease
 
     def _living(self, lease_id: str) -> Live:
