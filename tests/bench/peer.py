@@ -40,7 +40,11 @@ class Crun:
         config["process"] |= {"terminal": False, "args": ["/bin/true"]}
         config["root"] = {"path": "rootfs", "readonly": True}
         config["hostname"] = "inside"
-        config["mounts"] = [{"destination": "/proc", "type": "proc", "source": "proc"}]
+        config["mounts"] = [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            # The host's, as a launch has it; without one, crun would make devices on the host's disk.
+            {"destination": "/dev", "type": "bind", "source": "/dev", "options": ["rbind"]},
+        ]
         config["linux"] = {"namespaces": [{"type": one} for one in NAMESPACES], "resources": RESOURCES}
         (bundle / "config.json").write_text(json.dumps(config))
         self._process = subprocess.Popen(
