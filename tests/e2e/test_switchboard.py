@@ -642,6 +642,7 @@ def test_ending_an_unknown_id_refuses_its_late_acquire(board: Board) -> None:
         ({"bind_ttl": seconds(-1)}, "bind_ttl"),
         ({"log_cap": -1}, "log_cap"),
         ({"labels": {str(n): "" for n in range(65)}}, "labels"),
+        ({"token": b"short"}, "token"),
     ],
 )
 def test_a_bad_acquire_names_the_field(board: Board, fields: dict[str, Any], named: str) -> None:
@@ -658,10 +659,33 @@ def test_a_repeated_acquire_is_the_same_lease(board: Board) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         board.acquire("same", owner="another")
     assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    with pytest.raises(grpc.RpcError) as refused:
+        board.acquire("same", labels={"name": "/a"}, token=os.urandom(32))
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    with pytest.raises(grpc.RpcError) as refused:
+        board.acquire("other", token=first.token)
+    assert info(refused.value).metadata["field"] == "token"
     board.stub.Release(pb.ReleaseRequest(lease_id="same"))
 
 
 # fd.sock
+
+
+def test_a_claim_may_overtake_the_acquire_of_its_lease(board: Board) -> None:
+    tokens = [os.urandom(fdframes.TOKEN_SIZE) for _ in range(8)]
+    with contextlib.closing(board.client()) as client:
+        for token in tokens:
+            client.send(fdframes.claim(client.next(), token).encode())
+        # What comes behind them on the connection is not held up.
+        fdpass.close_all(list(client.claim(board.acquire("in-time").token).values()))
+        for number, token in enumerate(tokens):
+            board.acquire(f"early-{number}", token=token)
+        claims = [client.receive() for _ in tokens]
+        assert all(answer.type is Type.FDS and len(fds) == 2 for answer, fds in claims)
+        for _, fds in claims:
+            fdpass.close_all(fds)
+    with contextlib.closing(board.client()) as client, pytest.raises(Refused):
+        client.claim(os.urandom(fdframes.TOKEN_SIZE))
 
 
 def test_of_100_takers_of_one_token_one_wins(board: Board) -> None:
