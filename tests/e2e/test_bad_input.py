@@ -17,7 +17,7 @@ from tightship.v1 import spec_pb2
 BAD_NAMES = [
     "", "<", "+", "/.bad", "/_bad", "_bad", "relative", "./relative", "..", "/a b", "/ü", "/a\n", "/a\x00b",
     "/tasks", "/a/cgroup.procs", "/memory.limit_in_bytes", "/notify_on_release", "/release_agent", "/cpu.shares",
-    "/" + "x" * 256,
+    "/" + "x" * 256, "/a" * 65,
 ]  # fmt: skip
 
 BAD_SPECS = [

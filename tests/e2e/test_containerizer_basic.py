@@ -46,6 +46,19 @@ def test_destroy_without_force_destroys_nothing_that_is_used(pair: Pair) -> None
         calls.destroy(empty, force=False)
 
 
+def test_a_tree_as_deep_as_names_may_be(pair: Pair) -> None:
+    calls = pair.calls
+    with pair.unchanged():
+        top = fresh_name()
+        calls.create(deep := top + "/d" * 63, parents=True)
+        assert {top, deep} <= calls.living().keys()
+        error = error_of(lambda: calls.create(f"{deep}/d"))
+        assert (code(error), info(error).metadata["field"]) == (StatusCode.INVALID_ARGUMENT, "name")
+        within = calls.launch(["/bin/true"], deep, within_existing=True).error()
+        assert (code(within), info(within).metadata["field"]) == (StatusCode.INVALID_ARGUMENT, "name")
+        assert calls.destroy(top).outcome == cpb.Cleanup.CLEAN
+
+
 def test_a_created_container_with_a_process_in_it_is_used(pair: Pair) -> None:
     calls = pair.calls
     calls.create(name := fresh_name())

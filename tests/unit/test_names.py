@@ -37,12 +37,21 @@ def test_cleaned(given_name: str, clean: str) -> None:
         "", "<", "+", "/.bad", "/_bad", "_bad", "test", "./test", "/a b", "/a\n", "/a\0b", "/ä", "/a/.b",
         "/tasks", "/a/tasks", "/notify_on_release", "/release_agent", "/cgroup.procs", "/cgroup.x", "/memory.x",
         "/cpu.shares", "/cpuset.cpus/x", "/pids.max", "/" + "x" * 256, "/" + "/".join(["abc"] * 600),
+        "/a" * 65,
     ],
 )  # fmt: skip
 def test_refused(name: str) -> None:
     with pytest.raises(ServiceError) as caught:
         names.normalize(name)
     assert caught.value.metadata["field"] == "name"
+
+
+def test_64_levels_are_allowed_and_what_is_dropped_does_not_count() -> None:
+    assert names.normalize("/a" * 64) == "/a" * 64
+    assert names.normalize("/a/.." * 100 + "/a") == "/a"
+    with pytest.raises(ServiceError) as caught:
+        names.normalize("/a" * 1000)
+    assert "64" in caught.value.message
 
 
 def test_the_root_is_no_container() -> None:

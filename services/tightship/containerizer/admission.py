@@ -193,7 +193,7 @@ def _launch_name(parts: Parts, request: pb.LaunchRequest, identity: str) -> str:
         return f"/{generated}"
     name = names.normalize(request.name)
     if request.within_existing and (name == "/" or parts.registry.named(name) is not None):
-        return f"{name.rstrip('/')}/{generated}"
+        return names.container(f"{name.rstrip('/')}/{generated}")
     return names.container(name)
 
 

@@ -13,6 +13,8 @@ from tightship.common.errors import invalid
 COMPONENT_MAX = 255
 # A path in a cgroup file system must fit PATH_MAX with the mount and our base before it.
 NAME_MAX = 2048
+# Levels. Each is a directory in every hierarchy, and the kernel walks them all at every charge.
+DEPTH_MAX = 64
 
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
@@ -42,6 +44,8 @@ def normalize(name: str, field: str = "name") -> str:
             continue
         _check(part, field)
         kept.append(part)
+    if len(kept) > DEPTH_MAX:
+        raise invalid(field, f"a name of {len(kept)} levels is over the limit of {DEPTH_MAX}", "BAD_NAME")
     clean = "/" + "/".join(kept)
     if len(clean) > NAME_MAX:
         raise invalid(field, f"a name of {len(clean)} bytes is over the limit of {NAME_MAX}", "BAD_NAME")

@@ -60,9 +60,11 @@ class Registry:
     def below(self, name: str) -> list[Operation]:
         """At every depth below; parents before their children."""
         found = []
-        for child in self.children(name):
+        todo = self.children(name)[::-1]
+        while todo:
+            child = todo.pop()
             found.append(child)
-            found += self.below(child.row.name)
+            todo += self.children(child.row.name)[::-1]
         return found
 
     def is_living(self, identity: str) -> bool:
