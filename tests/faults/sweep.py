@@ -201,14 +201,15 @@ class Sweeper:
         raise ValueError(operation)
 
     def _await_recovery(self) -> None:
-        """All three run, are connected, and nothing is under recovery."""
+        """All three run, are connected, and nothing is under recovery or has a cleanup before it."""
         pair = self._pair
 
         def recovered() -> bool:
             try:
                 pair.pids()
                 pair.calls.touch()
-                return all(one.state != cpb.Container.RECOVERING for one in pair.calls.living().values())
+                states = {one.state for one in pair.calls.living().values()}
+                return not states & {cpb.Container.RECOVERING, cpb.Container.CLOSING, cpb.Container.CLEANUP_PENDING}
             except (grpc.RpcError, LookupError):
                 return False
 

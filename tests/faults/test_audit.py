@@ -154,10 +154,66 @@ def test_a_lease_without_a_container_is_found_and_ended(faulty: Pair) -> None:
 
 def test_a_lease_of_another_owner_is_that_owners(faulty: Pair) -> None:
     faulty.calls.switchboard.Acquire(spb.AcquireRequest(lease_id="other-1", owner="someone"))
-    findings = _audit(faulty, fix=True)
-    assert all(not one.ours for one in findings)
+    found = _one(_audit(faulty, fix=True), cpb.Finding.LEASE, "other-1")
+    assert found.origin.startswith("acquired by owner someone at 20")
+    assert not found.ours
     assert faulty.calls.lease("other-1").state == spb.Lease.OFFERED
     faulty.calls.switchboard.Release(spb.ReleaseRequest(lease_id="other-1"))
+
+
+@pytest.mark.parametrize("created", [False, True])
+@pytest.mark.parametrize("hierarchy", ["memory", "pids", "unified"])
+def test_a_process_in_a_container_by_one_hierarchy_alone_is_found(faulty: Pair, hierarchy: str, created: bool) -> None:
+    name = fresh_name()
+    faulty.calls.create(name) if created else faulty.calls.detach(["/bin/sleep", "600"], name)
+    base = next(base for base in census.cgroup_bases(faulty.instance) if f"/{hierarchy}/" in str(base))
+    with subprocess.Popen(["/bin/sleep", "600"]) as sleeper:
+        try:
+            Path(f"{base}{name}/cgroup.procs").write_text(str(sleeper.pid))
+            found = _one(_audit(faulty, fix=True), cpb.Finding.PROCESS, f"pid {sleeper.pid}")
+            assert not found.ours
+            assert f"by {hierarchy}, not by " in found.origin
+            assert name in found.origin
+            assert sleeper.poll() is None, "only looked at"
+        finally:
+            sleeper.kill()
+    faulty.calls.destroy(name)
+    assert _audit(faulty) == []
+
+
+def test_what_a_container_does_with_its_own_directories_is_no_finding(faulty: Pair) -> None:
+    """It may make cgroups inside and spread its processes over them."""
+    started = faulty.calls.detach(["/bin/sleep", "600"], name := fresh_name())
+    base = next(base for base in census.cgroup_bases(faulty.instance) if "/pids/" in str(base))
+    below = Path(f"{base}{name}/own")
+    below.mkdir()
+    (below / "cgroup.procs").write_text(str(started.pid))
+    assert _audit(faulty) == []
+    faulty.calls.destroy(name)
+    assert _audit(faulty) == []
+
+
+@pytest.mark.parametrize("planted", ["Notes", "notes", "notes.txt/"])
+def test_what_no_lease_could_have_made_is_found_and_left(faulty: Pair, planted: str) -> None:
+    path = faulty.run_dir / "logs" / planted.rstrip("/")
+    if planted.endswith("/"):
+        path.mkdir()
+    else:
+        path.write_text("mine")
+    found = _one(_audit(faulty, fix=True), cpb.Finding.SEGMENT, str(path))
+    assert not found.ours
+    assert not found.fixed
+    assert path.exists()
+    path.rmdir() if planted.endswith("/") else path.unlink()
+
+
+def test_a_directory_like_a_leases_with_other_files_is_left(faulty: Pair) -> None:
+    path = faulty.run_dir / "logs" / "planted-3"
+    path.mkdir()
+    (path / "letter").write_text("mine")
+    assert not _one(_audit(faulty, fix=True), cpb.Finding.SEGMENT, str(path)).ours
+    (path / "letter").unlink()
+    path.rmdir()
 
 
 @pytest.mark.parametrize("service", ["spawner", "switchboard"])
