@@ -39,6 +39,10 @@ class _Look:
 
     living: dict[str, str] = field(default_factory=dict)
     """Ids of containers by name."""
+    leases: set[str] = field(default_factory=set)
+    """Ids of leases that a container or an operation of ours has."""
+    inside: set[int] = field(default_factory=set)
+    """Processes in a directory of a living container, in any hierarchy."""
     pipes: dict[str, str] = field(default_factory=dict)
     """Lease ids by "pipe:[N]"."""
     findings: dict[tuple[int, str], pb.Finding] = field(default_factory=dict)
@@ -82,33 +86,37 @@ class Audits:
         parts = self._parts
         said: set[tuple[pb.Finding.Kind.ValueType, str, str, bool]] = set()
         # A container told first and gone by the time the leases are listed is still an explanation.
-        look.living.update({each.row.name: each.row.id for each in parts.registry.by_id.values()})
+        self._note_living(look)
         streams = await parts.switchboard.audit_streams(False, _ANSWER_TIMEOUT_S)
         look.pipes.update(streams.pipes)
         for stream in streams.findings:
             said.add((_KINDS.get(stream.kind, _DESCRIPTOR), stream.what, stream.origin, stream.ours))
         try:
-            listed: sb.ListLeasesResponse = await asyncio.wait_for(
-                parts.switchboard.list(everybody=True), _ANSWER_TIMEOUT_S
-            )
+            listed = await parts.switchboard.everybodys_leases(_ANSWER_TIMEOUT_S)
             order = parts.spawner.order("AUDIT")
             spawner: Packet = await asyncio.wait_for(order, _ANSWER_TIMEOUT_S)
         except (TimeoutError, OrderFailed, ConnectionError) as error:
             raise ServiceError(
                 Code.UNAVAILABLE, "AUDIT_INCOMPLETE", f"a service does not answer: {error}", 1.0
             ) from error
-        look.living.update({each.row.name: each.row.id for each in parts.registry.by_id.values()})
-        ours = admission.owner(parts.machine.instance)
+        self._note_living(look)
+        owner = admission.owner(parts.machine.instance)
         for lease in listed.leases:
-            if lease.state != sb.Lease.CLOSED and lease.lease_id not in look.living.values():
-                origin = f"acquired by {lease.owner}, {sb.Lease.State.Name(lease.state)}"
-                said.add((pb.Finding.LEASE, lease.lease_id, origin, lease.owner == ours))
+            ours = lease.owner == owner
+            if lease.state != sb.Lease.CLOSED and not (ours and lease.lease_id in look.leases):
+                at = lease.acquired.ToDatetime().isoformat(timespec="seconds")
+                said.add((pb.Finding.LEASE, lease.lease_id, f"acquired by owner {lease.owner} at {at}Z", ours))
         for each in spawner.get("findings") or ():
             kind = pb.Finding.PROCESS if each.get("kind") == "process" else _DESCRIPTOR
             said.add((kind, str(each.get("what")), str(each.get("origin")), bool(each.get("ours"))))
         examined = {**dict(streams.examined), **(spawner.get("examined") or {}), "leases": len(listed.leases)}
         look.examined.update({key: int(value) for key, value in examined.items() if key not in look.examined})
         return said
+
+    def _note_living(self, look: _Look) -> None:
+        for row in (operation.row for operation in self._parts.registry.by_id.values()):
+            look.living[row.name] = row.id
+            look.leases.update(step.target for step in row.plan if step.kind == "lease")
 
     # One pass, in a worker thread.
 
@@ -118,6 +126,7 @@ class Audits:
                 look.examined["cgroups"] += 1
                 name = path[len(hierarchy.base) :]
                 self._look_at_cgroup(look, path, name)
+        self._look_at_memberships(look)
         self._look_at_descriptors(look)
         self._look_at_mounts(look)
 
@@ -134,7 +143,9 @@ class Audits:
                 origin = "a launch or create that was cut off" if ours else "not made by us"
             for pid in cgroup.processes(path):
                 look.examined["processes"] += 1
-                if not explained:
+                if name and explained:
+                    look.inside.add(pid)
+                else:
                     look.find(pb.Finding.PROCESS, _process(pid), f"in cgroup {path}, {origin}", ours and bool(name))
             if name and not explained:
                 look.find(pb.Finding.CGROUP, path, origin, ours)
@@ -144,13 +155,37 @@ class Audits:
         known = look.living.get(name)
         if known is not None:
             return identity in (None, known)
-        if identity is not None:
-            return False
-        while (cut := name.rfind("/")) > 0:
-            name = name[:cut]
-            if name in look.living:
-                return True
-        return False
+        return identity is None and _container_of(look, name) != ""
+
+    def _look_at_memberships(self, look: _Look) -> None:
+        """Processes that are in a container by one hierarchy and not by another: they escape its limits, or its end."""
+        for pid in look.inside:
+            places = self._containers_of(look, pid)
+            for container in sorted(set(places.values()) - {""}):
+                within = [each for each, where in places.items() if where == container]
+                if len(within) == len(places):
+                    continue
+                others = " ".join(each for each in places if each not in within)
+                identity = look.living[container]
+                origin = (
+                    f"somebody moved it: in container {identity} ({container}) by {' '.join(within)}, not by {others}"
+                )
+                look.findings.setdefault(
+                    (pb.Finding.PROCESS, what := _process(pid)),
+                    pb.Finding(kind=pb.Finding.PROCESS, what=what, origin=origin, ours=False),
+                )
+
+    def _containers_of(self, look: _Look, pid: int) -> dict[str, str]:
+        """By hierarchy, the living container that the process is in, or ""; of one moment, as lists are not."""
+        base = f"/tightship/{self._parts.machine.instance}/"
+        places = {}
+        for line in _cgroups_of(pid).splitlines():
+            _, controllers, path = line.split(":", 2)
+            for hierarchy in self._parts.machine.hierarchies:
+                if hierarchy.version == 2 if not controllers else hierarchy.name in controllers.split(","):
+                    _, found, name = path.partition(base)
+                    places[hierarchy.name] = _container_of(look, f"/{name}") if found else ""
+        return places
 
     def _look_at_descriptors(self, look: _Look) -> None:
         """Pipes of leases in the hands of anybody but the services and the container's own processes."""
@@ -191,9 +226,8 @@ class Audits:
 
     def _drop_explained(self, look: _Look) -> None:
         """What began or ended during the pass is explained by what was asked after it."""
-        leases = set(look.living.values())
         for key, finding in list(look.findings.items()):
-            if finding.kind == pb.Finding.LEASE and finding.what in leases:
+            if finding.kind == pb.Finding.LEASE and finding.ours and finding.what in look.leases:
                 del look.findings[key]
             if finding.kind == pb.Finding.CGROUP:
                 for hierarchy in self._parts.machine.hierarchies:
@@ -251,6 +285,13 @@ class Audits:
                 return ""
             await asyncio.sleep(0.05)
         return "it is not closed yet"
+
+
+def _container_of(look: _Look, name: str) -> str:
+    """The living container that has the directory: of this name, or the nearest above; "" where none has."""
+    while name and name not in look.living:
+        name = name[: name.rfind("/")]
+    return name
 
 
 def _pids() -> Iterator[int]:

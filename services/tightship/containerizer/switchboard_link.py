@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +95,9 @@ class SwitchboardLink:
     def revoke(self, lease_id: str) -> asyncio.Future[pb.RevokeResponse]:
         return self._request(revoke=pb.RevokeRequest(lease_id=lease_id))
 
-    def list(self, *, everybody: bool = False) -> asyncio.Future[pb.ListLeasesResponse]:
-        return self._request(list=pb.ListLeasesRequest(owner="" if everybody else self._owner))
+    def list(self) -> asyncio.Future[pb.ListLeasesResponse]:
+        """Our living leases."""
+        return self._request(list=pb.ListLeasesRequest(owner=self._owner))
 
     def forget(self, lease_id: str) -> asyncio.Future[pb.ForgetResponse]:
         return self._request(forget=pb.ForgetRequest(lease_id=lease_id))
@@ -104,10 +105,20 @@ class SwitchboardLink:
     async def audit_streams(self, fix: bool, timeout: float) -> pb.AuditStreamsResponse:
         """Raises UNAVAILABLE where there is no switchboard, or none that answers in time."""
         await self.wait_standing(timeout)
+        with self._calling() as stub:
+            return await stub.AuditStreams(pb.AuditStreamsRequest(fix=fix), timeout=timeout)
+
+    async def everybodys_leases(self, timeout: float) -> pb.ListLeasesResponse:
+        """The living leases of all owners; a session tells its own alone. Raises like `audit_streams`."""
+        with self._calling() as stub:
+            return await stub.ListLeases(pb.ListLeasesRequest(), timeout=timeout)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Stub]:
         if self._stub is None:
             raise _away("the switchboard can't be reached")
         try:
-            return await self._stub.AuditStreams(pb.AuditStreamsRequest(fix=fix), timeout=timeout)
+            yield self._stub
         except grpc.aio.AioRpcError as error:
             raise _away(f"the switchboard does not answer: {error.details()}") from error
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import stat
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightship.switchboard import requests
 from tightship.switchboard.leases import Leases
+from tightship.switchboard.segments import NAMES
 from tightship.v1 import switchboard_pb2 as pb
 
 _BETWEEN_S = 0.1
@@ -43,7 +44,7 @@ class Audit:
         second, examined = await self._look()
         for key in sorted(first.keys() & second.keys()):
             finding = second[key]
-            if fix:
+            if fix and finding.ours:
                 finding.fixed = self._fix(finding, key)
             response.findings.append(finding)
         response.examined.update(examined)
@@ -74,11 +75,12 @@ class Audit:
         known_ids = self._leases.catalogue.ids() | {live.lease.id for live in self._leases.living()}
         for name in entries:
             if name not in known_ids and not self._leases.catalogue.known(name):
+                ours = _could_be_a_lease(root / name)
                 findings["segment", name] = pb.StreamFinding(
                     kind="segment",
                     what=str(root / name),
-                    origin="a lease that no switchboard has a row of, or not ours",
-                    ours=True,
+                    origin="a lease that no switchboard has a row of" if ours else "not made by us: no lease's logs",
+                    ours=ours,
                 )
         late = time.monotonic() - 1.0
         for live in self._leases.living():
@@ -116,11 +118,8 @@ class Audit:
                 return True
             case "segment":
                 path = self._leases.store.root / second
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+                if _could_be_a_lease(path):
+                    self._leases.store.remove(second)
                 return not os.path.lexists(path)
             case _:
                 self._leases.revoke(pb.RevokeRequest(lease_id=second))
@@ -157,6 +156,19 @@ def _kind(fd: int, target: str, root: Path) -> str:
         if inside != target and not inside.startswith(_DATABASE) and stat.S_ISREG(os.fstat(fd).st_mode):
             return "segment"
     return "other"
+
+
+def _could_be_a_lease(path: Path) -> bool:
+    """Whether it is a lease's directory by its name, and has nothing in it but segments."""
+    try:
+        with os.scandir(path) as entries:
+            return (
+                requests.is_id(path.name)
+                and not path.is_symlink()
+                and all(each.name in NAMES.values() and each.is_file(follow_symlinks=False) for each in entries)
+            )
+    except OSError:
+        return False
 
 
 def _entries(root: Path) -> list[str]:

@@ -28,8 +28,12 @@ _STATES: dict[type[State], pb.Lease.State.ValueType] = {
 }
 
 
+def is_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
 def check_id(lease_id: str) -> str:
-    if not _ID.fullmatch(lease_id):
+    if not is_id(lease_id):
         raise invalid("lease_id", "must be 1 to 64 of [a-z0-9-]")
     return lease_id
 
