@@ -534,6 +534,28 @@ def test_what_a_dead_embedded_pair_left_is_swept_at_the_next_start(alone: Cli) -
     assert census.cgroup_bases(instance) == []
 
 
+def test_what_died_before_it_had_an_instance_is_swept_some_at_each_start(alone: Cli) -> None:
+    base = alone.root / f"tightship-{os.geteuid()}"
+    base.mkdir(mode=0o700)
+    for number in range(6):
+        (base / f"dead{number}").mkdir()
+        for name in ("lock.supervisor", "service.log"):
+            (base / f"dead{number}" / name).touch()
+    assert alone("run", "--", "true").returncode == 0
+    assert len(list(embedded(alone))) == 2
+    assert alone("run", "--", "true").returncode == 0
+    assert list(embedded(alone)) == []
+
+
+def test_a_sweep_leaves_other_directories_alone(alone: Cli, tmp_path: Path) -> None:
+    sweep = [sys.executable, "-m", "tightship.containerizer", "sweep", str(tmp_path)]
+    (tmp_path / "file").touch()
+    subprocess.run(sweep, check=True, timeout=60)
+    (tmp_path / "lock.supervisor").touch()
+    subprocess.run(sweep, check=True, timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_embedded_runs_side_by_side(alone: Cli) -> None:
     running = [alone.start("run", "--", "sh", "-c", f"sleep 0.3; echo {n}") for n in range(3)]
     assert [process.communicate(timeout=60)[0] for process in running] == [b"0\n", b"1\n", b"2\n"]

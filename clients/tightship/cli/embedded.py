@@ -2,7 +2,7 @@
 
 The run directory is `<tmp>/tightship-<uid>/<random>`. The supervisor watches a pipe that we hold: when that hangs up,
 also because we were killed, it ends the services and removes all that they made. What it could not remove is swept at
-the next start: a directory whose lock is free is dead.
+the next start, a few directories each: one whose lock is free is dead.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ _PATH_MAX = 107 - len("/containerizer.sock.new")
 # One that is being made has no lock yet for an instant.
 _MAKING_S = 60.0
 
+# Of dead pairs' directories so many are swept at a start: a command pays little for those before it.
+_SWEPT_MAX = 4
+_SWEPT_S = 10.0
+
 
 class EmbeddedPair:
     """Started by `start`, ready after `await_ready`, gone after `stop`."""
@@ -38,7 +42,7 @@ class EmbeddedPair:
         if missing is not None:
             raise Failure(PERMISSION_DENIED, missing)
         base = _base()
-        self._sweeps = _sweep_dead(base)
+        self._sweep = _sweep_dead(base)
         self.directory, lock = _make(base)
         hang_up, self._lifeline = os.pipe()
         options = ("--lifeline", str(hang_up), "--lock", str(lock))
@@ -62,9 +66,9 @@ class EmbeddedPair:
         except subprocess.TimeoutExpired:
             return f"the services on {self.directory} are still ending after {_END_S:.0f} s"
         finally:
-            for sweep in self._sweeps:
+            if self._sweep is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    sweep.wait(_END_S)
+                    self._sweep.wait(_SWEPT_S)
         if os.path.exists(self.directory):
             return f"{self.directory} could not be removed; the next `tightship run` tries again"
         return None
@@ -98,26 +102,54 @@ def _make(base: str) -> tuple[str, int]:
     return path, lock
 
 
-def _sweep_dead(base: str) -> list[subprocess.Popen[bytes]]:
-    """Starts a sweep for each run directory whose pair is dead. The sweep holds its lock meanwhile."""
-    sweeps = []
-    for name in os.listdir(base):
-        path = os.path.join(base, name)
-        try:
+def _sweep_dead(base: str) -> subprocess.Popen[bytes] | None:
+    """Starts a sweep of run directories whose pair is dead, some of them. It holds their locks meanwhile."""
+    locks: dict[str, int] = {}
+    try:
+        names = os.listdir(base)
+        secrets.SystemRandom().shuffle(names)  # some that can't be swept don't hold up others for ever
+        for name in names:
+            path = os.path.join(base, name)
             if name.startswith("."):
-                if time.time() - os.lstat(path).st_mtime > _MAKING_S:
-                    os.unlink(os.path.join(path, "lock.supervisor"))
-                    os.rmdir(path)
-                continue
-            lock = os.open(os.path.join(path, "lock.supervisor"), os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # gone meanwhile, or nothing of ours
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            command = [sys.executable, "-m", "tightship.containerizer", "sweep", "--run-dir", path]
-            sweeps.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(lock,)))
-        except BlockingIOError:
-            pass  # alive
-        finally:
+                _remove_unmade(path)
+            elif (lock := _free_lock(path)) is not None:
+                locks[path] = lock
+                if len(locks) == _SWEPT_MAX:
+                    break
+        if not locks:
+            return None
+        return subprocess.Popen(
+            [sys.executable, "-m", "tightship.containerizer", "sweep", "--", *locks],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # it may outlive us, and what it leaves is tried again
+            pass_fds=(*locks.values(),),
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        for lock in locks.values():
             os.close(lock)
-    return sweeps
+
+
+def _free_lock(path: str) -> int | None:
+    """The lock of the run directory, taken; None where its pair lives, or it is gone or nothing of ours."""
+    try:
+        lock = os.open(os.path.join(path, "lock.supervisor"), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _remove_unmade(path: str) -> None:
+    """A directory that was never given its name."""
+    with contextlib.suppress(OSError):
+        if time.time() - os.lstat(path).st_mtime > _MAKING_S:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, "lock.supervisor"))
+            os.rmdir(path)

@@ -21,6 +21,10 @@ SOCKET_PATH_MAX = 107
 _UNPUBLISHED = ".new"
 
 
+# All that a pair may have written before it has an instance id.
+_EARLY = ("lock.*", "instance.*", "service.log*", "*.sock", "*.sock" + _UNPUBLISHED)
+
+
 class RunDirError(Exception):
     """The run directory can't be used; the message says what to do."""
 
@@ -46,6 +50,8 @@ class RunDir:
             )
         try:
             os.makedirs(run.path, mode=0o750, exist_ok=True)
+        except FileExistsError:
+            raise RunDirError(f"run directory {run.path} is not a directory; use another --run-dir") from None
         except OSError as error:
             raise RunDirError(f"can't make run directory {run.path}: {error.strerror}; use --run-dir") from error
         return run
@@ -74,7 +80,13 @@ class RunDir:
         return self.path / f"journal-{boot_id}.db"
 
     def instance(self) -> str:
-        """The instance id of this pair: 8 hex digits, made once."""
+        """The instance id of this pair: 8 hex digits, made once. Raises RunDirError."""
+        try:
+            return self._instance()
+        except OSError as error:
+            raise _unusable(error, self.path) from error
+
+    def _instance(self) -> str:
         file = self.path / "instance"
         with contextlib.suppress(FileNotFoundError):
             text = file.read_text().strip()
@@ -91,7 +103,10 @@ class RunDir:
     def lock(self, service: str) -> int:
         """Takes the lock of `service`; the descriptor holds it. Raises RunDirError when another has it."""
         file = self.path / f"lock.{service}"
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(error, self.path) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -103,6 +118,20 @@ class RunDir:
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
         return fd
+
+    def remove_files(self) -> None:
+        """Removes what a pair without an instance id may have written, and the directory when nothing else is in it."""
+        for pattern in _EARLY:
+            for file in self.path.glob(pattern):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+        for directory in (self.logs, self.path):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+def _unusable(error: OSError, path: Path) -> RunDirError:
+    return RunDirError(f"can't use run directory {path}: {error.strerror} ({error.filename}); use --run-dir")
 
 
 def _size(path: Path) -> int:

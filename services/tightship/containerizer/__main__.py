@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -165,26 +166,46 @@ def list_failpoints(operation: failpoint_names.Operation | None, text: str, as_j
 
 @main.command("sweep")
 @_run_dir
-def sweep(run_dir: Path) -> None:
-    """Removes what a dead pair has left: its instance's processes and cgroups, then its run directory."""
-    if not (run_dir / "instance").exists():
-        return
-    try:
-        run = RunDir.open(run_dir)
-        for service in ("spawner", "containerizer", "switchboard"):
-            run.lock(service)
-        found = machine.look(run.instance())
-    except RunDirError as error:
-        raise click.ClickException(str(error)) from None
+@click.argument("directories", nargs=-1, metavar="[DIR]...", type=click.Path(path_type=Path))
+def sweep(run_dir: Path, directories: tuple[Path, ...]) -> None:
+    """Removes what dead pairs have left: an instance's processes and cgroups, then its run directory.
+
+    Of the run directory, or of each DIR, one after the other, all within 15 s.
+    """
+    signal.alarm(int(_SWEEP_S) + 5)  # whatever it hangs in
     deadline = time.monotonic() + _SWEEP_S
-    left: dict[str, str] = {}
-    for hierarchy in found.hierarchies:
-        removal = cgroup.remove(hierarchy.base, deadline)
-        left.update(removal.left)
-    machine.leave(found)
+    left = []
+    for path in directories or (run_dir,):
+        try:
+            left += _sweep(path, deadline)
+        except RunDirError as error:
+            left.append(str(error))
     if left:
-        raise click.ClickException("; ".join(f"{path}: {why}" for path, why in left.items()))
-    shutil.rmtree(run.path, ignore_errors=True)
+        raise click.ClickException("; ".join(left))
+
+
+def _sweep(path: Path, deadline: float) -> list[str]:
+    """What could not be removed, and why. Raises RunDirError where the pair may be alive."""
+    if not (path / "lock.supervisor").exists() and not (path / "instance").exists():
+        return []  # no run directory
+    run = RunDir.open(path)
+    locks = [run.lock(service) for service in ("spawner", "containerizer", "switchboard")]
+    try:
+        if not (path / "instance").exists():
+            # It died before it could name a cgroup.
+            run.remove_files()
+            return []
+        found = machine.look(run.instance())
+        left: dict[str, str] = {}
+        for hierarchy in found.hierarchies:
+            left.update(cgroup.remove(hierarchy.base, deadline).left)
+        machine.leave(found)
+        if not left:
+            shutil.rmtree(path, ignore_errors=True)
+        return [f"{each}: {why}" for each, why in left.items()]
+    finally:
+        for lock in locks:
+            os.close(lock)
 
 
 if __name__ == "__main__":
