@@ -151,6 +151,15 @@ def test_names_that_do_not_exist(pair: Pair) -> None:
         assert name in (caught.value.details() or "")
 
 
+@pytest.mark.parametrize("limit", [0, 4096, 16384])
+def test_a_memory_limit_too_small_to_start_in_is_named(pair: Pair, limit: int) -> None:
+    error = _launch_error(pair, spec=f"memory {{ limit: {limit} }}")
+    assert code(error) == StatusCode.RESOURCE_EXHAUSTED, error
+    metadata = info(error).metadata
+    assert (metadata["field"], metadata["value"]) == ("memory.limit", str(limit))
+    assert metadata["file"].endswith("/memory.limit_in_bytes")
+
+
 def test_a_bad_signal(pair: Pair) -> None:
     name = fresh_name()
     pair.calls.detach(["/bin/sleep", "600"], name)

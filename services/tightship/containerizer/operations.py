@@ -275,7 +275,7 @@ class Operation:
             except Interrupted:
                 return self.asked
             except ServiceError as error:
-                self.error = error
+                self.error = self._explained(error)
                 return "error"
             self.cancel_step = ""
             self.started = True
@@ -307,6 +307,14 @@ class Operation:
             async with self._step("open"):
                 self.open_asked = True
                 self._opened(await self._race(self.parts.spawner.order("OPEN", launch=row.id), OPEN_TIMEOUT_S, "open"))
+
+    def _explained(self, error: ServiceError) -> ServiceError:
+        """A launch whose process found no memory to start in is told so; its cgroups are there still."""
+        if self.row.kind is not Kind.LAUNCH or error.metadata.get("errno") not in refusals.STARVED:
+            return error
+        limit = next((step for step in self.row.plan if step.field == "memory.limit" and step.value != "-1"), None)
+        killed = records.read_counters(self.parts.machine, self.row.name).oom_kills
+        return refusals.of_memory(limit, error) if killed or (limit and limit.value == "0") else error
 
     async def _acquire(self) -> asyncio.Future[sb.AcquireResponse]:
         link = self.parts.switchboard

@@ -86,6 +86,30 @@ def of_order(stage: str, failed: OrderFailed) -> ServiceError:
     return ServiceError(code, "SPAWN_FAILED", text, retry, stage=failed.stage, errno=name, field=field)
 
 
+# How it shows that the kernel ended a child for want of memory, or refused it some.
+STARVED = frozenset({"ECHILD", "ENOMEM"})
+
+
+def of_memory(limit: Step | None, error: ServiceError) -> ServiceError:
+    """A launch that had too little memory to start: `limit` is its own step, None where one above it is meant."""
+    if limit is None:
+        text, file, value = "the memory.limit of a container above leaves too little to start a process in", None, None
+    else:
+        text = f"memory.limit: {limit.value} bytes are too few to start a process in"
+        file, value = limit.target, limit.value
+    return ServiceError(
+        Code.RESOURCE_EXHAUSTED,
+        "MEMORY_TOO_SMALL",
+        text,
+        None,
+        field="memory.limit",
+        file=file,
+        value=value,
+        stage=error.metadata.get("stage"),
+        errno=error.metadata.get("errno"),
+    )
+
+
 def of_step(stage: str, error: OSError | sqlite3.Error) -> ServiceError:
     """A step that failed in this process."""
     if isinstance(error, sqlite3.Error):
