@@ -160,10 +160,31 @@ def test_a_memory_limit_too_small_to_start_in_is_named(pair: Pair, limit: int) -
     assert metadata["file"].endswith("/memory.limit_in_bytes")
 
 
+def test_a_launch_needs_a_task(pair: Pair) -> None:
+    error = _launch_error(pair, spec="tasks { limit: 0 }")
+    assert code(error) == StatusCode.INVALID_ARGUMENT
+    assert info(error).metadata["field"] == "tasks.limit"
+    pair.calls.create(name := fresh_name(), "tasks { limit: 0 }")
+    pair.calls.destroy(name)
+
+
+def test_the_largest_cpu_quota_is_taken_and_cpus_that_are_not_there_are_told(pair: Pair) -> None:
+    with pair.unchanged():
+        assert pair.calls.run(["/bin/true"], spec="cpu { max_limit: 175921860444 }").code == 0
+    error = _launch_error(pair, spec="cpu { mask { data: 1 data: 0 } }")
+    assert code(error) == StatusCode.INVALID_ARGUMENT
+    assert info(error).metadata["field"] == "cpu.mask"
+    pair.calls.create(name := fresh_name(), "cpu { mask { data: 1 } }")
+    error = _launch_error(pair, name=f"{name}/below", spec="cpu { mask { data: 2 } }")
+    assert info(error).metadata["field"] == "cpu.mask"
+    assert "choose from are 0" in (error.details() or "") or "no CPU 1" in (error.details() or "")
+    pair.calls.destroy(name)
+
+
 def test_a_bad_signal(pair: Pair) -> None:
     name = fresh_name()
     pair.calls.detach(["/bin/sleep", "600"], name)
-    for signal in ("NOSUCH", "0", "65", "-1"):
+    for signal in ("NOSUCH", "0", "65", "-1", " ", "\t", "9 9"):
         with pytest.raises(grpc.RpcError) as caught:
             pair.calls.containerizer.Kill(cpb.KillRequest(name=name, signal=signal))
         assert code(caught.value) == StatusCode.INVALID_ARGUMENT

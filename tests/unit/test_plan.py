@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tightship.common.errors import Code, ServiceError
@@ -68,6 +70,15 @@ def test_lmctfy_37_a_default_is_never_written_and_explicit_unlimited_needs_no_fi
         writes("memory { limit: 5 swap_limit: 10 }", bare)
     assert caught.value.code is Code.UNIMPLEMENTED
     assert caught.value.metadata["field"] == "memory.swap_limit"
+
+
+def test_cpus_that_are_not_there_are_refused_and_those_that_are_told() -> None:
+    two = dataclasses.replace(machine(), cpus=0b11)
+    assert writes("cpu { mask { data: 3 } }", two) == {"cpuset.cpus": "0-1"}
+    with pytest.raises(ServiceError) as caught:
+        writes("cpu { mask { data: 1 data: 5 } }", two)
+    assert caught.value.metadata["field"] == "cpu.mask"
+    assert "no CPU 2,64; this machine has 0-1" in caught.value.message
 
 
 def test_a_missing_controller_is_named_by_the_field() -> None:

@@ -110,6 +110,41 @@ def test_errors_in_text_have_line_and_column(text: str, line: str, column: str |
     assert column is None or metadata["column"] == column
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("cpu { limit: -1 }", "cpu.limit"),
+        ("# cpu {\ncpu {\n  limit: -1\n}", "cpu.limit"),
+        ("memory { limit: 99999999999999999999 }", "memory.limit"),
+        ("memory { limit: 1 nonsense: 1 }", "memory.nonsense"),
+        ("memory { limit: 1 } nonsense { }", "nonsense"),
+        ("cpu { limit: 'one' }", "cpu.limit"),
+        ("cpu { limit: }", "cpu.limit"),
+        ("cpu { limit: 1 limit: 2 }", "cpu.limit"),
+        ("cpu { scheduling_latency: NOPE }", "cpu.scheduling_latency"),
+        ("cpu < mask { data: [1, x] } >", "cpu.mask.data"),
+        ("cpu { mask { data: 1 } limit: x }", "cpu.limit"),
+        ("cpu limit", "cpu"),
+        ("\x00\x01", "spec"),
+    ],
+)
+def test_errors_of_the_parser_name_the_field_they_are_in(text: str, field: str) -> None:
+    error = refused(text)
+    assert error.metadata["field"] == field
+    place = f"line {error.metadata['line']}, column {error.metadata['column']}"
+    assert error.message.startswith(f"{field}: {place}: ")
+    assert " : " not in error.message, "said once"
+
+
+def test_a_duration_of_two_signs_is_told_so() -> None:
+    assert "same sign" in refused("lifecycle { grace { seconds: 1 nanos: -1 } }").message
+
+
+def test_the_range_of_the_cpu_quota_is_told() -> None:
+    parse("cpu { max_limit: 175921860444 }")
+    assert "10 to 175921860444" in refused("cpu { max_limit: 175921860445 }").message
+
+
 def test_unknown_fields_in_a_message_are_refused() -> None:
     unknown = spec_pb2.ContainerSpec.FromString(b"\xc2\x3e\x01x")
     with pytest.raises(ServiceError) as caught:
@@ -134,7 +169,7 @@ def test_cpu_lists_hold_the_bits_of_the_mask(cpus: set[int]) -> None:
     bits = sum(1 << cpu for cpu in cpus)
     words = [bits >> shift & (2**64 - 1) for shift in range(64 * 5, -1, -64)]
     told: set[int] = set()
-    for part in spec.cpu_list(words).split(","):
+    for part in spec.cpu_list(spec.cpu_bits(words)).split(","):
         first, _, last = part.partition("-")
         told.update(range(int(first), int(last or first) + 1))
     assert told == cpus
@@ -142,6 +177,6 @@ def test_cpu_lists_hold_the_bits_of_the_mask(cpus: set[int]) -> None:
 
 def test_signals() -> None:
     assert [spec.signal_number(text, "f") for text in ("TERM", "SIGTERM", "term", "15", "64")] == [15, 15, 15, 15, 64]
-    for text in ("", "0", "65", "-1", "NOSUCH", "99999999999", "SIG", "²"):
+    for text in ("", " ", "\t\n", "\0", "9 9", "00159", "0", "65", "-1", "NOSUCH", "99999999999", "SIG", "²"):
         with pytest.raises(ServiceError):
             spec.signal_number(text, "f")

@@ -44,6 +44,7 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     """
     requests.check_launch(request)
     given = spec.parse(request.spec)
+    spec.refuse_no_task(given)
     identity = secrets.token_hex(8)
     name = _launch_name(parts, request, identity)
     _check_room(parts, name)

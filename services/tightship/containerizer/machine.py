@@ -48,6 +48,9 @@ class Machine:
     oom_floor: int = -1000
     """Lowest oom_score_adj a container's processes can get: without CAP_SYS_RESOURCE, ours."""
 
+    cpus: int = 0
+    """The CPUs present, a bit each; 0 where that is not known."""
+
     @property
     def tracker(self) -> Hierarchy:
         return self.hierarchies[0]
@@ -77,7 +80,7 @@ def look(instance: str) -> Machine:
     if not chosen or (v2 is None and "freezer" not in chosen):
         raise RunDirError("no cgroup tree to track processes in: mount cgroup2 or the v1 freezer")
     hierarchies = tuple(_base(mount, name, instance) for mount, name in chosen.values())
-    return Machine(instance, process.boot_id(), process.pid_namespace(), hierarchies, _oom_floor())
+    return Machine(instance, process.boot_id(), process.pid_namespace(), hierarchies, _oom_floor(), _cpus())
 
 
 def leave(machine: Machine) -> None:
@@ -96,6 +99,17 @@ def _oom_floor() -> int:
         return -1000
     with open("/proc/self/oom_score_adj") as file:
         return int(file.read())
+
+
+def _cpus() -> int:
+    """Documentation/admin-guide/cputopology.rst: a list like "0-2,5"."""
+    bits = 0
+    with contextlib.suppress(OSError, ValueError):
+        for part in cgroup.read("/sys/devices/system/cpu/present").split(","):
+            first, _, last = part.partition("-")
+            for cpu in range(int(first), int(last or first) + 1):
+                bits |= 1 << cpu
+    return bits
 
 
 def _base(mount: cgroup.Mount, name: str, instance: str) -> Hierarchy:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import Literal, NamedTuple
 
+from tightship.common.errors import invalid
 from tightship.containerizer.machine import Machine
-from tightship.containerizer.spec import cpu_list, unimplemented
+from tightship.containerizer.spec import cpu_bits, cpu_list, unimplemented
 from tightship.v1 import spec_pb2
 
 Kind = Literal["mkdir", "chown", "write", "lease", "spawn", "commit", "open"]
@@ -44,7 +45,8 @@ def from_json(text: str) -> tuple[Step, ...]:
 
 
 def for_create(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str) -> tuple[Step, ...]:
-    """Steps of a container without a process. Raises UNIMPLEMENTED naming what this machine can't honour."""
+    """Steps of a container without a process. Raises UNIMPLEMENTED or INVALID_ARGUMENT naming what
+    this machine can't honour."""
     return (*_directories(machine, name, mark), *_owner(machine, spec, name), *_limits(machine, spec, name), _COMMIT)
 
 
@@ -110,7 +112,16 @@ def _limits(machine: Machine, spec: spec_pb2.ContainerSpec, name: str) -> list[S
     if cpu.scheduling_latency == spec_pb2.BEST_EFFORT:
         limit("cpu", "cpu.scheduling_latency", "cpu.idle", 1)
     if cpu.HasField("mask"):
-        limit("cpuset", "cpu.mask", "cpuset.cpus", cpu_list(list(cpu.mask.data)))
+        bits = cpu_bits(list(cpu.mask.data))
+        if machine.cpus and (absent := bits & ~machine.cpus):
+            there = cpu_list(machine.cpus)
+            raise invalid(
+                "cpu.mask",
+                f"there is no CPU {cpu_list(absent)[:80]}; this machine has {there}",
+                "OUT_OF_RANGE",
+                value=cpu_list(bits)[:200],
+            )
+        limit("cpuset", "cpu.mask", "cpuset.cpus", cpu_list(bits))
     memory = spec.memory
     if memory.HasField("limit"):
         limit("memory", "memory.limit", "memory.limit_in_bytes", memory.limit)

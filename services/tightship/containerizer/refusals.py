@@ -11,6 +11,7 @@ import grpc
 from tightship.common.errors import Code, ServiceError, errno_name
 from tightship.containerizer.plan import Step
 from tightship.containerizer.spawner_link import OrderFailed
+from tightship.kernel import cgroup
 
 
 def of_cgroup(step: Step, error: OSError) -> ServiceError:
@@ -22,6 +23,8 @@ def of_cgroup(step: Step, error: OSError) -> ServiceError:
     elif step.kind == "write":
         code, reason = _WRITE_CODES.get(number or 0, (Code.INTERNAL, "CGROUP_FAILED"))
         text = f"failed to write {step.value!r} to {step.target}: {error.strerror} ({errno_name(number)})"
+        if step.field == "cpu.mask":
+            text += _cpus_above(step.target)
     else:
         code, reason = Code.INTERNAL, "CGROUP_FAILED"
         text = f"failed to chown {step.target} to {step.value}: {error.strerror}"
@@ -36,6 +39,15 @@ def of_cgroup(step: Step, error: OSError) -> ServiceError:
         field=step.field or None,
         stage=step.name,
     )
+
+
+def _cpus_above(file: str) -> str:
+    """What a v1 cpuset may choose from: those of the one above it."""
+    directory, name = os.path.split(file)
+    try:
+        return f"; the CPUs to choose from are {cgroup.read(os.path.join(os.path.dirname(directory), name))}"
+    except OSError:
+        return ""
 
 
 _WRITE_CODES = {

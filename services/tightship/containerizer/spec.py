@@ -48,6 +48,8 @@ _HONOURED = frozenset(
 # sched_group_set_shares clamps to 2^18 silently; in milli-CPU.
 _CPU_LIMIT_MAX = 256_000
 _CPU_MAX_LIMIT_MIN = 10
+# kernel/sched/core.c: MAX_BW, 44 bits of µs, is the most that a quota may be; in milli-CPU of a period of 100 ms.
+_CPU_MAX_LIMIT_MAX = (2**44 - 1) // 100
 _MASK_WORDS_MAX = 128
 _ID_MAX = 2**32 - 2
 _INT64_MAX = 2**63 - 1
@@ -55,6 +57,7 @@ _INT64_MAX = 2**63 - 1
 _HOSTNAME_MAX = 64
 _SIGNAL_MAX = 64
 _KNOWN_TEXT_MAX = 4096
+_SAID_MAX = 1000
 
 
 def parse(given: pb.SpecInput) -> spec_pb2.ContainerSpec:
@@ -75,6 +78,12 @@ def refuse_virtual_host(spec: spec_pb2.ContainerSpec, where: str) -> None:
         raise unimplemented("virtual_host", f"is not supported {where}")
 
 
+def refuse_no_task(spec: spec_pb2.ContainerSpec) -> None:
+    """For a launch, whose process is one task: the kernel counts it and does not refuse it. Raises INVALID_ARGUMENT."""
+    if spec.tasks.HasField("limit") and not spec.tasks.limit:
+        raise invalid("tasks.limit", "0 allows no process, and a launch has one", "OUT_OF_RANGE", value=0)
+
+
 def unimplemented(field: str, why: str) -> ServiceError:
     """UNIMPLEMENTED naming the field."""
     return ServiceError(Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED", f"{field} {why}", None, field=field)
@@ -84,9 +93,8 @@ def signal_number(text: str, field: str) -> int:
     """ "TERM", "SIGTERM" or "15" as a number, 1 to 64. Raises INVALID_ARGUMENT naming `field`."""
     word = text.strip().upper()
     if word.isascii() and word.isdigit():
-        number = int(word[:4])
-        if 1 <= number <= _SIGNAL_MAX:
-            return number
+        if len(word) <= 4 and 1 <= int(word) <= _SIGNAL_MAX:
+            return int(word)
     else:
         known = signal.Signals.__members__.get(word if word.startswith("SIG") else "SIG" + word)
         if known is not None:
@@ -94,11 +102,16 @@ def signal_number(text: str, field: str) -> int:
     raise invalid(field, f"{text[:40]!r} is no signal: give a name like TERM or a number from 1 to {_SIGNAL_MAX}")
 
 
-def cpu_list(words: list[int]) -> str:
-    """The kernel's list format ("0-2,5") for a bitmap, most significant word first; "" for an empty one."""
+def cpu_bits(words: list[int]) -> int:
+    """A bitmap, most significant word first, as one number."""
     bits = 0
     for word in words:
         bits = bits << 64 | word
+    return bits
+
+
+def cpu_list(bits: int) -> str:
+    """The kernel's list format ("0-2,5") for a bit each; "" for none."""
     parts = []
     cpu = 0
     while bits >> cpu:
@@ -124,6 +137,8 @@ def duration(message: Message, field: str, path: str, *, positive: bool) -> floa
     if abs(given.nanos) > 999_999_999 or abs(given.seconds) > 315_576_000_000:
         raise invalid(path, "is out of the range of a Duration")
     value = seconds(given)
+    if given.seconds * given.nanos < 0:
+        raise invalid(path, "seconds and nanos must have the same sign")
     if given.nanos < 0 or given.seconds < 0:
         raise invalid(path, f"{value:g} s is negative")
     if positive and not value:
@@ -168,13 +183,25 @@ def _from_text(text: str) -> spec_pb2.ContainerSpec:
     try:
         text_format.Parse(text, spec)
     except text_format.ParseError as error:
-        line, column = error.GetLine(), error.GetColumn()
-        raise ServiceError(
-            Code.INVALID_ARGUMENT, "BAD_SPEC", f"spec: {error}", None, field="spec", line=line, column=column
+        line, column = error.GetLine() or 1, error.GetColumn() or 1
+        raise invalid(
+            spec_text.field_at(text, line, column) or "spec",
+            f"line {line}, column {column}: {_said(error, text)}",
+            "BAD_SPEC",
+            line=line,
+            column=column,
         ) from None
     except (DecodeError, ValueError, RecursionError) as error:
         raise invalid("spec", str(error), "BAD_SPEC") from None
     return spec
+
+
+def _said(error: text_format.ParseError, text: str) -> str:
+    """What the parser says, without the place and the line that it puts before."""
+    said = str(error).removeprefix(f"{error.GetLine()}:{error.GetColumn()} : ")
+    for line in text.splitlines()[(error.GetLine() or 1) - 1 :][:1]:
+        said = said.removeprefix(f"'{line}': ")
+    return said[:_SAID_MAX]
 
 
 def _refuse_unknown(message: Message, path: str) -> None:
@@ -222,7 +249,7 @@ def _check_cpu(cpu: spec_pb2.CpuSpec) -> None:
     if cpu.HasField("limit"):
         _within("cpu.limit", cpu.limit, 0, _CPU_LIMIT_MAX)
     if cpu.HasField("max_limit"):
-        _within("cpu.max_limit", cpu.max_limit, _CPU_MAX_LIMIT_MIN, _INT64_MAX)
+        _within("cpu.max_limit", cpu.max_limit, _CPU_MAX_LIMIT_MIN, _CPU_MAX_LIMIT_MAX)
     if cpu.HasField("scheduling_latency"):
         given = cpu.scheduling_latency
         if given not in spec_pb2.SchedulingLatency.values() or not given:
