@@ -294,6 +294,9 @@ class Operation:
         else:
             async with self._step("lease"):
                 acquired = await self._acquire()
+                # Two turns of the loop: the session's writer wakes, and the message is away before the loop is busy.
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
                 await self._apply_cgroups()  # meanwhile
                 if failpoints.DIRECTORY is not None:
                     await self._race(acquired, LEASE_TIMEOUT_S, "lease")  # the point after it means that it is made
