@@ -300,3 +300,27 @@ def test_a_budget_must_be_more_than_nothing(pair: Pair) -> None:
         assert code(error) == StatusCode.INVALID_ARGUMENT
         assert info(error).metadata["field"] == "budget"
     pair.calls.destroy(name)
+
+
+def test_counters_are_kept_when_the_exit_is_told_after_the_directories_went(own_pair: Pair) -> None:
+    calls = own_pair.calls
+    script = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); echo ready; sleep 600"
+    started = calls.detach(["/bin/sh", "-c", script], fresh_name(), "memory { limit: 134217728 }")
+    until(lambda: calls.attach(started.lease_id, follow=False)[0][1] == b"ready\n", "the memory is used")
+    os.kill(spawner := own_pair.pid("spawner"), signal.SIGSTOP)
+    try:
+        request = cpb.DestroyRequest(name=started.name, force=True, budget=datetime.timedelta(seconds=1))
+        assert code(error_of(lambda: calls.containerizer.Destroy(request))) == StatusCode.DEADLINE_EXCEEDED
+        assert not any(path.exists() for path in directories(own_pair, started.name))
+    finally:
+        os.kill(spawner, signal.SIGCONT)
+    record = calls.wait(started.id)
+    assert record.peak_memory > 20_000_000
+    assert record.cpu_time.ToMicroseconds() > 0
+
+
+def test_a_process_killed_twice_counts_once(pair: Pair) -> None:
+    script = "trap '' TERM; for i in $(seq 30); do sleep 600 & done; echo ready; wait; sleep 600"
+    started = pair.calls.detach(["/bin/sh", "-c", script], fresh_name(), "lifecycle { grace { nanos: 1000000 } }")
+    until(lambda: pair.calls.attach(started.lease_id, follow=False)[0][1] == b"ready\n", "all run")
+    assert 31 <= pair.calls.destroy(started.name).processes_killed <= 32

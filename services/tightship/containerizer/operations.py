@@ -111,6 +111,8 @@ class Operation:
         self.cancel_step = ""
         """The step that was on when it ended; empty once it runs."""
         self.launch_emitted = False
+        self._counters = records.Counters()
+        """What was counted before directories went whose process had not been told to have ended."""
         self._timers: list[asyncio.TimerHandle] = []
         self._racing: asyncio.Future[Any] | None = None
         """What the apply waits for; an ask ends the wait."""
@@ -223,7 +225,7 @@ class Operation:
             outcome=pb.Cleanup.CLEAN if self.gone else pb.Cleanup.PENDING,
             removed=self.done.removed,
             left=[f"{name}: {why}" for name, why in self.left.items()],
-            processes_killed=self.done.killed,
+            processes_killed=len(self.done.killed),
             cgroups_removed=self.done.cgroups,
             leases_closed=self.done.leases,
         )
@@ -444,12 +446,16 @@ class Operation:
         if self.record is not None:
             return
         assert self.exit is not None
-        counters = records.read_counters(self.parts.machine, self.row.name)
+        counters = records.read_counters(self.parts.machine, self.row.name).joined(self._counters)
         self.record = records.of_exit(self.row, self.exit, self.asked, counters)
         self.row.record = self.record.SerializeToString()
         self._write()
         self.started = True
         self.changed()
+
+    def note_counters(self) -> None:
+        """Before directories go without a record: the exit may be told when they are gone."""
+        self._counters = records.read_counters(self.parts.machine, self.row.name).joined(self._counters)
 
     def _budget_now(self) -> float:
         if self._budget is not None:

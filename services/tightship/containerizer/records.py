@@ -49,6 +49,18 @@ class Counters:
     oom_kills: int = 0
     cpu_us: int | None = None
 
+    def joined(self, earlier: Counters) -> Counters:
+        """With what an earlier look saw: none of them ever falls, but for a directory that is gone."""
+        return Counters(
+            _larger(self.peak_memory, earlier.peak_memory),
+            max(self.oom_kills, earlier.oom_kills),
+            _larger(self.cpu_us, earlier.cpu_us),
+        )
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    return max((each for each in (one, other) if each is not None), default=None)
+
 
 def read_counters(machine: Machine, name: str) -> Counters:
     """Must come after the exit and before the directories go. Some tens of µs; never raises."""

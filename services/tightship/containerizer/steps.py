@@ -86,14 +86,15 @@ class Undone:
 
     removed: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    killed: int = 0
+    killed: set[int] = field(default_factory=set)
+    """Pids: killed twice, a process counts once."""
     cgroups: int = 0
     leases: int = 0
 
     def add(self, other: Undone) -> None:
         """Counts and lines of another one; `left` is of one walk alone."""
         self.removed += other.removed[: max(0, _LINES_MAX - len(self.removed))]
-        self.killed += other.killed
+        self.killed |= other.killed
         self.cgroups += other.cgroups
         self.leases += other.leases
 
@@ -145,7 +146,7 @@ def undo(
                 removal = cgroup.remove(step.target, deadline, spare)
                 done.removed += [f"cgroup {path}" for path in removal.removed]
                 done.cgroups += len(removal.removed)
-                done.killed += len(removal.killed)
+                done.killed |= removal.killed
                 if removal.left:
                     done.left[step.name] = "; ".join(f"{path}: {why}" for path, why in removal.left.items())
             failpoints.block(point + ".after", impatient)

@@ -61,6 +61,8 @@ class Walk:
         for step in backwards:
             if step.kind == "spawn":
                 await self._undo(step, self._spawn)
+                if op.record is None and step.name in self.left:
+                    op.note_counters()
         closing = [asyncio.ensure_future(self._undo(step, self._lease)) for step in leases]
         try:
             await self._cgroups([step for step in backwards if step.kind == "mkdir"])
@@ -112,7 +114,7 @@ class Walk:
         op.conclude()
         tracker = op.parts.machine.tracker.path(op.row.name)
         if cgroup.populated(tracker):
-            op.done.killed += await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
+            op.done.killed |= await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
 
     async def _settle_opening(self, launch: str) -> None:
         """OPEN was sent and not awaited to its end: a kill makes it answer, and asked again it answers the same."""
@@ -160,16 +162,16 @@ class Walk:
         if grace and not (is_init and not process.catches(op.row.live.pid, number)):
             op.parts.spawner.order("SIGNAL", launch=launch, signal=number)
             if await op.until(lambda: op.exit, min(grace, self._remaining())):
-                op.done.killed += 1
+                op.done.killed.add(op.row.live.pid)
                 return
         tracker = op.parts.machine.tracker.path(op.row.name)
-        op.done.killed += await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
+        op.done.killed |= await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
         op.parts.spawner.order("KILL", launch=launch)
         await op.until(lambda: op.exit, max(0.0, self._soon - time.monotonic()))
 
-    def _kill(self, path: str) -> int:
-        """Kills what is in the cgroup, but for living containers below. In a worker thread."""
-        return len(cgroup.kill(path, lambda below: self._is_other_living(steps.identity_of(below))))
+    def _kill(self, path: str) -> set[int]:
+        """Kills what is in the cgroup, but for living containers below; the pids. In a worker thread."""
+        return cgroup.kill(path, lambda below: self._is_other_living(steps.identity_of(below)))
 
     # The lease.
 
