@@ -81,3 +81,8 @@ def test_below_is_by_component() -> None:
     assert names.is_below("/a", "/")
     assert not names.is_below("/ab", "/a")
     assert not names.is_below("/a", "/a")
+
+
+def test_an_endless_name_is_refused_before_it_is_looked_at() -> None:
+    with pytest.raises(ServiceError, match="over the limit"):
+        names.normalize("/." * (names.NAME_MAX // 2 + 1))

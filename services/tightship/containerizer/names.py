@@ -32,6 +32,8 @@ def normalize(name: str, field: str = "name") -> str:
     """The one spelling of an absolute name. Raises INVALID_ARGUMENT naming `field`; "/" itself passes."""
     if not name:
         raise invalid(field, "a name is needed", "BAD_NAME")
+    if len(name) > NAME_MAX:  # before anything that takes time for each component
+        raise invalid(field, f"a name of {len(name)} characters is over the limit of {NAME_MAX}", "BAD_NAME")
     if not name.startswith("/"):
         raise invalid(field, f"{_shown(name)} is not absolute: it must start with /", "BAD_NAME")
     kept: list[str] = []
@@ -46,10 +48,7 @@ def normalize(name: str, field: str = "name") -> str:
         kept.append(part)
     if len(kept) > DEPTH_MAX:
         raise invalid(field, f"a name of {len(kept)} levels is over the limit of {DEPTH_MAX}", "BAD_NAME")
-    clean = "/" + "/".join(kept)
-    if len(clean) > NAME_MAX:
-        raise invalid(field, f"a name of {len(clean)} bytes is over the limit of {NAME_MAX}", "BAD_NAME")
-    return clean
+    return "/" + "/".join(kept)
 
 
 def container(name: str, field: str = "name") -> str:
