@@ -161,7 +161,7 @@ def test_a_user_without_cgroups_is_told_so_first() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
     code = (  # imports first: another user may not be able to read this Python
-        "import difflib, os, tightship.cli.run, tightship.cli.service, tightship.cli.embedded\n"
+        "import difflib, os, tightship.cli.commands, tightship.cli.run, tightship.cli.service, tightship.cli.embedded\n"
         "from tightship.cli.main import main\n"
         "os.setgid(65534); os.setuid(65534)\n"
         f"os.environ['TIGHTSHIP_RUN_DIR'] = {NO_SERVICE!r}\n"

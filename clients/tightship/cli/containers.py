@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("-p", "--parents", is_flag=True, help="Make missing parents too.")
-@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE.")
+@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE, or from standard input (-).")
 @click.option("--label", multiple=True, metavar="K=V", help="A label; may be repeated.")
 @click.argument("name")
 @click.argument("spec", required=False)
@@ -75,7 +75,7 @@ def cleanup(options: Options, *, everything: bool, budget: float | None, name: s
     Example: tightship cleanup /test/one
     """
     if everything == (name is not None):
-        raise click.UsageError("give a NAME or --all")
+        raise click.UsageError("give NAME or --all" + (", not both" if everything else ""))
 
     async def call(client: AsyncClient) -> int:
         target = options.name(name) if name is not None else ""
@@ -91,7 +91,7 @@ def cleanup(options: Options, *, everything: bool, budget: float | None, name: s
 
 
 @click.command()
-@click.option("-s", "--signal", default="", metavar="SIGNAL", help="Name or number [KILL].")
+@click.option("-s", "--signal", default="KILL", metavar="SIGNAL", help="Name or number [KILL].")
 @click.argument("name")
 @common
 def kill(options: Options, *, signal: str, name: str) -> int:
@@ -100,7 +100,16 @@ def kill(options: Options, *, signal: str, name: str) -> int:
     \b
     Example: tightship kill /web -s TERM
     """
-    return options.call(lambda client: client.kill(options.name_or_id(name), signal))
+    if not signal.strip():
+        raise failure.Failure(failure.INVALID_ARGUMENT, "signal: it is empty; give a name or a number, as TERM or 15")
+
+    async def call(client: AsyncClient) -> None:
+        target = options.name_or_id(name)
+        await client.kill(target, signal)
+        if options.json:
+            print_json({"name": target, "signal": signal})
+
+    return options.call(call)
 
 
 @click.command()

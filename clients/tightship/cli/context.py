@@ -52,11 +52,8 @@ class Options:
         """Raises Failure where the service does not answer: said before gRPC is imported."""
         try:
             up = answers(self.run_dir, service)
-        except PermissionError as error:
-            raise failure.Failure(
-                failure.PERMISSION_DENIED,
-                f"{self.run_dir}: {error.strerror}; run it as root, or as a user of its group",
-            ) from None
+        except OSError as error:
+            raise failure.of_directory(self.run_dir, error) from None
         if not up:
             raise failure.no_service(self.run_dir)
 
@@ -107,6 +104,8 @@ def common(command: F) -> F:
                 raise click.UsageError(f"{word!a} is not UTF-8", context)
         above = context.find_root().params
         options = Options(run_dir(run_dir_here or above.get("run_dir")), json_here or bool(above.get("json")))
+        if options.json:
+            context.meta[failure.JSON] = True
         return command(options, *args, **keywords)
 
     wrapped = update_wrapper(wrapped, command)

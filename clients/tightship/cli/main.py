@@ -1,105 +1,43 @@
-"""The `tightship` command. Nothing heavy is imported before a command needs it."""
+"""The console script: standard streams and signals are put in order before anything more is imported."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
-import click
-
-from tightship.cli import failure
-
-# Command, module under tightship.cli, attribute, and what --help says, which must not import the module.
-_COMMANDS = {
-    "up": ("service", "up", "Start the services (-d: in the background)."),
-    "down": ("service", "down", "End the services of `up -d`."),
-    "run": ("run", "run", "Run a command in a container."),
-    "create": ("containers", "create", "Make a container without a process."),
-    "destroy": ("containers", "destroy", "End a container and all below it."),
-    "cleanup": ("containers", "cleanup", "Remove all that is left of a name."),
-    "kill": ("containers", "kill", "Signal a container's main process."),
-    "wait": ("containers", "wait", "Wait for a container's main process."),
-    "list": ("containers", "list_", "List containers."),
-    "spec": ("containers", "spec", "Print a container's spec."),
-    "logs": ("output", "logs", "Print a container's output."),
-    "attach": ("output", "attach", "Follow a container's output, pass it input."),
-    "leases": ("containers", "leases", "List leases on standard streams."),
-    "audit": ("containers", "audit", "Look for what nothing alive explains."),
-    "rm": ("containers", "rm", "Forget an ended container's record and logs."),
-}
-
-RUN_FAILED = 125
-
-
-class _Commands(click.Group):
-    """A group whose commands are imported when they are used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return [*_COMMANDS]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
-            return None
-        module, attribute, _ = _COMMANDS[cmd_name]
-        command = getattr(importlib.import_module(f"tightship.cli.{module}"), attribute)
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, short) for name, (_, _, short) in _COMMANDS.items()])
-
-
-@click.command(
-    cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    subcommand_metavar="COMMAND ...",
-)
-@click.option("--run-dir", metavar="DIR", help="Run directory [TIGHTSHIP_RUN_DIR, else /run/tightship].")
-@click.option("--json", is_flag=True, help="Print JSON.")
-@click.version_option(package_name="tightship", message="tightship %(version)s")
-def cli(run_dir: str | None, json: bool) -> None:
-    """Launch contained processes, own their standard streams, never leak.
-
-    \b
-    Try it, with nothing up:  tightship run -- echo hello
-    With services:            tightship up -d
-                              tightship run --spec 'memory { limit: 67108864 }' /job -- make
-
-    A relative NAME is joined to the caller's own container, "/" for an ordinary shell. The exit status is the gRPC code
-    (5 not found, 14 no service ...); that of `run` is the command's.
-    """
-
 
 def main() -> None:
-    """The console script."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it reports a service's orderly end on stderr
+    """Ends the process with the command's status."""
     try:
-        status = _run()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter must not try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = failure.BROKEN_PIPE
+        _open_closed_streams()
+        from tightship.cli import signals
+
+        signals.handle(signals.leave)
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it reports a service's orderly end on stderr
+        from tightship.cli import commands
+
+        status = commands.execute(sys.argv[1:])
+    except KeyboardInterrupt:  # before the handlers are there
+        status = 130
+    _flush()
     sys.exit(status)
 
 
-def _run() -> int:
-    try:
-        # Not `cli()`: it would take a broken pipe for its own.
-        with cli.make_context("tightship", sys.argv[1:]) as context:
-            result = cli.invoke(context)
-        return result if isinstance(result, int) else failure.OK
-    except click.exceptions.Exit as ended:
-        return ended.exit_code
-    except click.UsageError as error:
-        error.show()
-        is_run = error.ctx is not None and error.ctx.command.name == "run"
-        return RUN_FAILED if is_run else failure.INVALID_ARGUMENT
-    except failure.Failure as error:
-        click.echo(f"tightship: {error.shown()}", err=True)
-        return error.code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("tightship: interrupted", err=True)
-        return failure.CANCELLED
+def _open_closed_streams() -> None:
+    """A stream that is closed is /dev/null: else a socket of ours would get its number."""
+    for fd, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free number is this one. Inherited as any standard stream.
+            os.set_inheritable(os.open(os.devnull, flags), True)
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
+
+
+def _flush() -> None:
+    """What can't be written was told; the interpreter must not try again at its end."""
+    for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), fd)

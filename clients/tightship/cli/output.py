@@ -29,7 +29,7 @@ async def copy(chunks: AsyncIterator[Chunk], into: int | None = None) -> None:
     async with closing(chunks):
         async for chunk in chunks:
             if chunk.lost:
-                say(f"{chunk.lost} bytes of {chunk.stream} at {chunk.offset} were not kept: {chunk.reason}")
+                failure.say(f"{chunk.lost} bytes of {chunk.stream} at {chunk.offset} were not kept: {chunk.reason}")
             else:
                 await terminal.write_output(into or _FDS[chunk.stream], chunk.data)
 
@@ -45,11 +45,7 @@ async def feed(stdin: AsyncInput) -> None:
             await stdin.close()
         except TightshipError as error:
             if error.number != failure.FAILED_PRECONDITION:  # ended meanwhile
-                say(f"standard input: {error}")
-
-
-def say(text: str) -> None:
-    click.echo(f"tightship: {text}", err=True)
+                failure.say(f"standard input: {error}")
 
 
 @click.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tightship.cli import failure, output, render, terminal, values
+from tightship.cli import failure, output, render, signals, terminal, values
 from tightship.cli.context import Options, common, connect, plain, print_json
-from tightship.cli.main import RUN_FAILED
+from tightship.cli.failure import RUN_FAILED
 
 if TYPE_CHECKING:
     from tightship.cli.embedded import EmbeddedPair
@@ -31,8 +32,6 @@ NOT_FOUND = 127
 
 # Output after a cancel: what the switchboard's own bounds for its end allow, and a little.
 _LAST_OUTPUT_S = 3.0
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Run(click.Command):
@@ -87,9 +86,9 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 @click.command(cls=_Run)
 @click.option("-n", "--detach", is_flag=True, help="Leave it running; print its name.")
-@click.option("-i", "--stdin", is_flag=True, help="With -n: a pipe for standard input, for `attach`.")
+@click.option("-i", "--stdin", is_flag=True, help="Pass standard input, whatever it is; with -n: a pipe for `attach`.")
 @click.option("--spec", "spec_text", metavar="SPEC", help="Limits, as protobuf text.")
-@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE.")
+@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE, or from standard input (-).")
 @click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone takes ours. Nothing is inherited.")
 @click.option("--cwd", default="", metavar="DIR", help="Working directory [/].")
 @click.option("--timeout", type=values.Seconds(), metavar="TIME", help="End it after this (2, 500ms, 1.5s, 10m, 1h).")
@@ -127,6 +126,9 @@ def run(
               tightship run --spec 'memory { limit: 67108864 }' --timeout 10m /job make -j4
               tightship run -n --max-lifetime 1h /web -- python3 -m http.server
     """
+    if stdin and config == values.STDIN and not detach:
+        raise click.UsageError("-i and -c - both want standard input", click.get_current_context())
+    passed = stdin if detach else stdin or (config != values.STDIN and terminal.input_is_passed())
     asked: LaunchOptions = {
         "env": values.environment(env),
         "cwd": cwd,
@@ -135,7 +137,7 @@ def run(
         "detach": detach,
         "max_lifetime": max_lifetime,
         "report_in_force": verbose or options.json,
-        "stdin": stdin if detach else terminal.input_is_passed(),
+        "stdin": passed,
     }
     try:
         asked["spec"] = values.spec(spec_text, config)
@@ -143,7 +145,7 @@ def run(
             asked["name"], asked["within_existing"] = options.name(name), True
         return _run(options, verbose, command, asked)
     except failure.Failure as error:
-        output.say(error.shown())
+        failure.tell(error, as_json=options.json)
         return RUN_FAILED
 
 
@@ -166,41 +168,37 @@ def _run(options: Options, verbose: bool, command: list[str], asked: LaunchOptio
 def _embedded(verbose: bool) -> Iterator[EmbeddedPair]:
     from tightship.cli.embedded import EmbeddedPair
 
-    # Until the event loop has its own handlers, a signal must unwind too.
-    before = {number: signal.signal(number, _interrupt) for number in _STOP_SIGNALS}
+    # Until the event loop has handlers of its own, and after. The pair's start is not split.
+    held: list[int] = []
+    signals.handle(lambda number, _frame: held.append(number))
     try:
         pair = EmbeddedPair()
-        if verbose:
-            output.say(f"no service is up; a pair for this command runs on {pair.directory}")
-        try:
-            import tightship.client.aio  # noqa: F401  while the services start
-
-            pair.await_ready()
-            yield pair
-        finally:
-            for number in _STOP_SIGNALS:
-                signal.signal(number, _leave)
-            left = pair.stop()
-            if left is not None:
-                output.say(left)
-    except _Interrupted as error:
-        raise failure.Failure(failure.CANCELLED, f"ended by {signal.Signals(error.number).name}") from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signals.handle(signals.leave)
+    stopping = functools.partial(_stop_pair, pair)
+    signals.handle(stopping)
+    try:
+        if held:
+            stopping(held[0], None)
+        if verbose:
+            failure.say(f"no service is up; a pair for this command runs on {pair.directory}")
+        import tightship.client.aio  # noqa: F401  while the services start
+
+        pair.await_ready()
+        yield pair
+    finally:
+        signals.handle(signals.leave)  # the services notice, and clean up
+        left = pair.stop()
+        if left is not None:
+            failure.say(left)
 
 
-class _Interrupted(BaseException):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _interrupt(number: int, _frame: object) -> None:
-    raise _Interrupted(number)
-
-
-def _leave(number: int, _frame: object) -> None:
-    os._exit(128 + number)  # the services notice, and clean up
+def _stop_pair(pair: EmbeddedPair, number: int, _frame: object) -> None:
+    """On a signal: ends the pair, then this process."""
+    signals.handle(signals.leave)
+    left = pair.stop()
+    failure.say(left or f"cancelled by {signal.Signals(number).name}; nothing is left")
+    signals.leave(number, None)
 
 
 @dataclass
@@ -217,15 +215,19 @@ class _Runner:
     def run(self) -> int:
         self.signal = 0
         self.stopped = asyncio.Event()
-        return asyncio.run(self._main())
+        try:
+            return asyncio.run(self._main())
+        except asyncio.CancelledError:
+            return 128 + self.signal  # while leaving
 
     async def _main(self) -> int:
         from tightship.client import TightshipError
 
         self.task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in signals.STOP:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
         async with connect(self.directory) as client:
             try:
                 if self.embedded is not None:
@@ -236,16 +238,15 @@ class _Runner:
             except asyncio.CancelledError:
                 if not self.signal:
                     raise
-                output.say(f"cancelled by {signal.Signals(self.signal).name} before it ran")
-                return 128 + self.signal
+                return self._cancelled("before it ran")
             if self.verbose and self.embedded is not None:
                 found = await client.audit()
-                output.say(f"audit: {len(found.findings)} left; examined: {render.examined(dict(found.examined))}")
+                failure.say(f"audit: {len(found.findings)} left; examined: {render.examined(dict(found.examined))}")
             return status
 
     def _on_signal(self, number: int) -> None:
         if self.signal:
-            _leave(number, None)
+            signals.leave(number, None)
         self.signal = number
         if self.stopped.is_set():
             return
@@ -258,7 +259,12 @@ class _Runner:
     async def _launch(self, client: AsyncClient) -> int:
         async with client.launch(self.command, **self.asked) as launched:
             self.started = True
-            self._tell_started(launched)
+            try:
+                self._tell_started(launched)
+            except OSError:
+                if self.asked.get("detach"):  # whoever started it can't know it
+                    await client.destroy(launched.id, force=True)
+                raise
             if self.asked.get("detach"):
                 return failure.OK
             return await self._follow(launched)
@@ -301,15 +307,26 @@ class _Runner:
         await launched.cancel()
         took = time.monotonic() - begun
         await asyncio.wait([copying], timeout=_LAST_OUTPUT_S)
-        name = signal.Signals(self.signal).name
-        output.say(f"cancelled by {name}; nothing of {launched.name} is left after {took:.2f} s")
+        return self._cancelled(f"nothing of {launched.name} is left after {took:.2f} s")
+
+    def _cancelled(self, state: str) -> int:
+        message = f"cancelled by {signal.Signals(self.signal).name}; {state}"
+        if self.options.json:
+            failure.tell(failure.Failure(failure.CANCELLED, message), as_json=True)
+        else:
+            failure.say(message)
         return 128 + self.signal
 
     def _failed(self, error: TightshipError) -> int:
-        output.say(failure.failed_call(error, self.directory, embedded=self.embedded is not None).shown())
+        failed = failure.failed_call(error, self.directory, embedded=self.embedded is not None)
+        missing = error.errno == "ENOENT"
         if error.stage == "exec":
-            return NOT_FOUND if error.errno in ("ENOENT", "2") else NOT_EXECUTABLE
-        return RUN_FAILED
+            program = self.command[0]
+            failed.message = f"{program}: {'not found' if missing else error.message}{_hint(program, missing)}"
+        failure.tell(failed, as_json=self.options.json)
+        if error.stage != "exec":
+            return RUN_FAILED
+        return NOT_FOUND if missing else NOT_EXECUTABLE
 
     def _tell_started(self, launched: AsyncLaunch) -> None:
         started = launched.started
@@ -319,28 +336,38 @@ class _Runner:
             else:
                 click.echo(started.name)
         if self.verbose:
-            output.say(f"{started.name} ({started.id}) started, pid {started.pid}")
+            failure.say(f"{started.name} ({started.id}) started, pid {started.pid}")
             for each in started.in_force:
-                output.say(f"in force: {each.field} {each.value} ({each.file})")
+                failure.say(f"in force: {each.field} {each.value} ({each.file})")
 
     def _tell_output(self, launched: AsyncLaunch) -> None:
         end = launched.output_end
         if end is not None and end.end_reason not in ("exit", "released", ""):
-            output.say(f"output may be incomplete: {end.end_reason}")
+            failure.say(f"output may be incomplete: {end.end_reason}")
 
     def _tell_ended(self, record: pb.Record, cleanup: pb.Cleanup) -> None:
         if self.options.json:
             import json
 
-            click.echo(json.dumps({"record": plain(record), "cleanup": plain(cleanup)}), err=True)
+            with contextlib.suppress(OSError):
+                click.echo(json.dumps({"record": plain(record), "cleanup": plain(cleanup)}), err=True)
         elif self.verbose:
             for line in render.record_lines(record):
-                output.say(line)
-            output.say(f"cleanup {render.cleanup_sum(cleanup)}")
+                failure.say(line)
+            failure.say(f"cleanup {render.cleanup_sum(cleanup)}")
         elif record.reason not in (record.EXITED, record.SIGNALLED):
-            output.say(f"{record.name}: {render.ending(record)}")
+            failure.say(f"{record.name}: {render.ending(record)}")
         for line in cleanup.left:
-            output.say(f"cleanup goes on: {line}")
+            failure.say(f"cleanup goes on: {line}")
+
+
+def _hint(program: str, missing: bool) -> str:
+    """What may have been meant, where the program can't be executed."""
+    if program.startswith("-"):
+        return "; options after NAME are the command's: write them before it"
+    if missing and "/" in program and os.path.exists(program):
+        return "; the file is there: its interpreter, named in its first line, is not"
+    return ""
 
 
 def _status(record: pb.Record) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,7 @@ def up(options: Options, *, detach: bool) -> int:
         raise failure.Failure(
             failure.FAILED_PRECONDITION, f"already up on {options.run_dir} (pid {already[0]}); end it: tightship down"
         )
+    _refuse_public(options.run_dir)
     if not detach:
         command = supervisor.command(options.run_dir)
         os.execv(command[0], command)  # noqa: S606  no shell is wanted
@@ -75,7 +78,21 @@ def down(options: Options) -> int:
         os.close(pidfd)
     if not ended:
         raise failure.Failure(failure.DEADLINE_EXCEEDED, f"pid {pid} is still ending after {_DOWN_S:.0f} s")
+    if options.json:
+        print_json({"run_dir": options.run_dir, "pid": pid})
     return failure.OK
+
+
+def _refuse_public(directory: str) -> None:
+    """Raises Failure where others could put a socket of theirs in the place of ours."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(directory).st_mode
+        if stat.S_ISDIR(mode) and mode & stat.S_IWOTH:
+            raise failure.Failure(
+                failure.FAILED_PRECONDITION,
+                f"everybody may write in {directory}, so anybody could replace the sockets: chmod o-w it, or use"
+                " another --run-dir",
+            )
 
 
 async def _healthy(client: AsyncClient) -> None:

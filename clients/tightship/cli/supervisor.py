@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from tightship.cli.failure import INTERNAL, Failure
+from tightship.cli.failure import INTERNAL, Failure, of_directory
 
 # A machine under load may take seconds to import gRPC twice.
 _READY_S = 30.0
@@ -67,11 +67,13 @@ def log_tail(directory: str, lines: int = 15) -> str:
 
 
 def running(directory: str) -> tuple[int, int] | None:
-    """(pid, pidfd) of the supervisor that holds the run directory; None where there is none."""
+    """(pid, pidfd) of the supervisor that holds the run directory; None where there is none. Raises Failure."""
     try:
         lock = os.open(os.path.join(directory, "lock.supervisor"), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise of_directory(directory, error) from None
     try:
         with contextlib.suppress(ValueError, ProcessLookupError):
             pid = int(os.pread(lock, 32, 0))

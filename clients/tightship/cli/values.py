@@ -10,7 +10,10 @@ import click
 
 from tightship.cli.failure import INVALID_ARGUMENT, NOT_FOUND, Failure
 
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h)?")
+# As a FILE.
+STDIN = "-"
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ms|s|m|h)?")
 _LONGEST_S = 10 * 365.25 * 86400
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
 
@@ -70,7 +73,8 @@ def spec(text: str | None, file: str | None) -> str | None:
     if file is None:
         return text
     try:
-        with open(file, encoding="utf-8") as opened:
+        # Not sys.stdin, which has an encoding of its own.
+        with open(0 if file == STDIN else file, encoding="utf-8", closefd=file != STDIN) as opened:
             return opened.read()
     except OSError as error:
         _unreadable(NOT_FOUND if isinstance(error, FileNotFoundError) else INVALID_ARGUMENT, file, error.strerror or "")

@@ -18,13 +18,13 @@ def socket_of(directory: str, service: str) -> str:
 
 
 def answers(directory: str, service: str) -> bool:
-    """Whether somebody accepts on the service's socket. Raises PermissionError."""
+    """Whether somebody accepts on the service's socket. Raises PermissionError, NotADirectoryError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(socket_of(directory, service))
         except BlockingIOError:
             return True  # its backlog is full: it lives
-        except PermissionError:
+        except (PermissionError, NotADirectoryError):
             raise
         except OSError:
             return False
