@@ -37,11 +37,16 @@ class Measure(TypedDict):
     met: bool | None
 
 
-def _launch(calls: Calls) -> None:
+def _launch(calls: Calls) -> float:
+    """Seconds from the call until GONE; the end of the stream comes after it."""
+    begun = time.monotonic()
     launching = calls.launch(["/bin/true"], spec=FULL_SPEC)
     launching.started()
     assert launching.exited().exit_code == 0
-    launching.gone()
+    launching.event("gone")
+    took = time.monotonic() - begun
+    assert next(launching.call, None) is None
+    return took
 
 
 def _timed(what: Callable[[], object]) -> float:
@@ -63,7 +68,7 @@ def in_turn(calls: Calls, crun: Crun, pairs: int, apart_s: float) -> Measure:
     ours, theirs = [], []
     for _ in range(pairs):
         time.sleep(apart_s)
-        ours.append(_timed(lambda: _launch(calls)))
+        ours.append(_launch(calls))
         time.sleep(apart_s)
         theirs.append(crun.run())
     value, peer = statistics.median(ours) * 1000, statistics.median(theirs) * 1000
