@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 
 from tests.harness import census
 from tests.harness.calls import FULL_SPEC, code, fresh_name, info
@@ -309,7 +310,7 @@ def test_counters_are_kept_when_the_exit_is_told_after_the_directories_went(own_
     until(lambda: calls.attach(started.lease_id, follow=False)[0][1] == b"ready\n", "the memory is used")
     os.kill(spawner := own_pair.pid("spawner"), signal.SIGSTOP)
     try:
-        request = cpb.DestroyRequest(name=started.name, force=True, budget=datetime.timedelta(seconds=1))
+        request = cpb.DestroyRequest(name=started.name, force=True, budget=duration_pb2.Duration(seconds=1))
         assert code(error_of(lambda: calls.containerizer.Destroy(request))) == StatusCode.DEADLINE_EXCEEDED
         assert not any(path.exists() for path in directories(own_pair, started.name))
     finally:
@@ -324,3 +325,55 @@ def test_a_process_killed_twice_counts_once(pair: Pair) -> None:
     started = pair.calls.detach(["/bin/sh", "-c", script], fresh_name(), "lifecycle { grace { nanos: 1000000 } }")
     until(lambda: pair.calls.attach(started.lease_id, follow=False)[0][1] == b"ready\n", "all run")
     assert 31 <= pair.calls.destroy(started.name).processes_killed <= 32
+
+
+def test_a_create_repeated_while_it_is_destroyed_starts_anew(own_pair: Pair) -> None:
+    calls = own_pair.calls
+    request = cpb.CreateRequest(name=fresh_name(), request_id="again")
+    first = calls.containerizer.Create(request).container
+    assert calls.containerizer.Create(request).container.id == first.id
+    with own_pair.points.armed("containerizer.undo.mkdir.unified.before", "wait"):
+        destroying = calls.containerizer.Destroy.future(cpb.DestroyRequest(name=request.name))
+        own_pair.points.await_hit("containerizer.undo.mkdir.unified.before")
+        creating = calls.containerizer.Create.future(request)
+        with pytest.raises(grpc.FutureTimeoutError):
+            creating.result(timeout=0.2)
+    assert destroying.result().cleanup.outcome == cpb.Cleanup.CLEAN
+    again = creating.result().container
+    assert (again.id != first.id, again.state) == (True, cpb.Container.CREATED)
+    assert calls.living()[request.name].id == again.id
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["siblings", "one request"])
+def test_creates_below_a_parent_that_is_being_made_wait_for_it(own_pair: Pair, *, same: bool) -> None:
+    calls = own_pair.calls
+    top = fresh_name()
+    requests = [
+        cpb.CreateRequest(name=f"{top}/m/{0 if same else n}", parents=True, request_id="one" if same else "")
+        for n in range(6)
+    ]
+    point = "containerizer.create.mkdir.unified.before"
+    with own_pair.points.armed(point, "wait"):
+        creating = [calls.containerizer.Create.future(each) for each in requests]
+        own_pair.points.await_hit(point)
+        until(lambda: calls.living()[top].state == cpb.Container.LAUNCHING, "the parent is being made")
+    made = [each.result() for each in creating]
+    assert len({each.container.id for each in made}) == (1 if same else 6)
+    assert sorted(name for each in made for name in each.parents_made) == [top, f"{top}/m"]
+    assert calls.destroy(top).outcome == cpb.Cleanup.CLEAN
+
+
+def test_a_caller_that_makes_parents_may_go_and_the_same_request_goes_on(own_pair: Pair) -> None:
+    calls = own_pair.calls
+    top = fresh_name()
+    request = cpb.CreateRequest(name=f"{top}/below", parents=True, request_id="one")
+    point = "containerizer.create.mkdir.unified.before"
+    with own_pair.points.armed(point, "wait"):
+        first = calls.containerizer.Create.future(request)
+        own_pair.points.await_hit(point)
+        second = calls.containerizer.Create.future(request)
+        with pytest.raises(grpc.FutureTimeoutError):
+            second.result(timeout=0.2)
+        first.cancel()
+    assert second.result().container.state == cpb.Container.CREATED
+    assert calls.destroy(top).outcome == cpb.Cleanup.CLEAN

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -47,6 +47,8 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         """Set when the spawner is there and recovery has begun."""
         self.stopping = asyncio.Event()
         self._audits = audit.Audits(parts)
+        self._creating: dict[str, _Creating] = {}
+        """By request id, the Creates that wait before their container is let in."""
 
     async def Launch(self, request: pb.LaunchRequest, context: Any) -> AsyncIterator[pb.LaunchResponse]:
         async with self._call(context, "Launch", request) as trace:
@@ -116,23 +118,16 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             name = names.container(request.name)
             given = spec.parse(request.spec)
             spec.refuse_virtual_host(given, "with Create yet")
-            known = self._parts.registry.requested(request.request_id)
+            known = await self._created_before(request)
             if known is not None:
-                _check_same(known.row.request_hash, request)
                 await self._made(known, context)
                 return pb.CreateResponse(container=describe.living(known, with_limits=True))
             made: list[Operation] = []
             try:
-                if request.parents:
-                    for above in reversed(names.lineage(name)):
-                        if self._parts.registry.named(above) is None:
-                            made.append(
-                                admission.create(self._parts, request, above, spec.parse(pb.SpecInput()), trace)
-                            )
-                            made[-1].start()
-                            await self._made(made[-1], context)
-                await self._retry_pending(name)
-                operation = admission.create(self._parts, request, name, given, trace)
+                with self._announced(request):
+                    await self._retry_pending(name)
+                    await self._parents(request, name, trace, context, made)
+                    operation = admission.create(self._parts, request, name, given, trace)
                 operation.start()
                 await self._made(operation, context)
             except BaseException as error:
@@ -146,6 +141,64 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             return pb.CreateResponse(
                 container=describe.living(operation, with_limits=True), parents_made=[each.row.name for each in made]
             )
+
+    async def _created_before(self, request: pb.CreateRequest) -> Operation | None:
+        """The container that a call with this request id has made or makes; None where this call is to make it.
+
+        What is being undone is waited for: its name is free afterwards.
+        """
+        while True:
+            known = self._parts.registry.requested(request.request_id)
+            creating = self._creating.get(request.request_id)
+            if known is not None:
+                _check_same(known.row.request_hash, request)
+                if not known.closing:
+                    return known
+                await self._retry_pending(known.row.name)
+                await known.until(lambda known=known: known.over)  # type: ignore[misc]
+                if not known.gone:
+                    raise _pending(known.cleanup(), known.row.name)
+            elif creating is not None:
+                _check_same(creating.hash, request)
+                await creating.over.wait()
+            else:
+                return None
+
+    @contextlib.contextmanager
+    def _announced(self, request: pb.CreateRequest) -> Iterator[None]:
+        """Around what a Create awaits before it is let in: the same request, sent again, waits for it."""
+        if not request.request_id:
+            yield
+            return
+        creating = self._creating[request.request_id] = _Creating(admission.hash_of(request))
+        try:
+            yield
+        finally:
+            del self._creating[request.request_id]
+            creating.over.set()
+
+    async def _parents(
+        self, request: pb.CreateRequest, name: str, trace: CallTrace, context: Context, made: list[Operation]
+    ) -> None:
+        """Waits for the containers above that are being made, and with `parents` makes those that are not there; those
+        that are being undone by then.
+
+        What it makes it adds to `made`. Whether the container may be made below them is not checked here.
+        """
+        named = self._parts.registry.named
+        for above in reversed(names.lineage(name)):
+            while (there := named(above)) is not None:
+                if there.state == pb.Container.LAUNCHING and there.row.kind is Kind.CREATE:
+                    with contextlib.suppress(ServiceError):  # then it is closing, or gone
+                        await self._made(there, context)
+                elif request.parents and there.closing and not there.over:
+                    await there.until(lambda there=there: there.over)  # type: ignore[misc]
+                else:
+                    break
+            if there is None and request.parents:
+                made.append(admission.create(self._parts, request, above, spec.parse(pb.SpecInput()), trace))
+                made[-1].start()
+                await self._made(made[-1], context)
 
     async def _retry_pending(self, name: str) -> None:
         """A name whose cleanup is pending may be free by now: it is tried once more before it is said to be taken."""
@@ -172,11 +225,11 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 operation.leave(reason)
 
     def _take_back(self, made: list[Operation]) -> list[Operation]:
-        """Asks the parents to end that a failed Create made and nobody uses; the others."""
+        """Asks the parents to end that a failed Create made and nobody uses or waits for; the others."""
         kept = []
         for operation in reversed(made):
             below = self._parts.registry.below(operation.row.name)
-            if all(child.closing for child in below):
+            if not operation.waiters and all(child.closing for child in below):
                 operation.ask("error")
             else:
                 kept.append(operation)
@@ -434,6 +487,14 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             life = operation.spec.lifecycle
             asked = spec.seconds(life.cleanup_budget) if life.HasField("cleanup_budget") else None
         return self._parts.settings.budget_for(asked, context.time_remaining())
+
+
+class _Creating:
+    """A Create that is not let in yet."""
+
+    def __init__(self, request_hash: str) -> None:
+        self.hash = request_hash
+        self.over = asyncio.Event()
 
 
 def _why(context: Context) -> str:
