@@ -55,7 +55,11 @@ class Serving:
         try:
             yield
         except errors.ServiceError as error:
-            await errors.abort(context, error)
+            try:
+                await errors.abort(context, error)
+            except grpc.aio.InternalError as gone:
+                # The call is over for its caller, who left first: there is nobody to be told, and nothing to be logged.
+                raise asyncio.CancelledError from gone
         finally:
             self._handlers.discard(task)
 
