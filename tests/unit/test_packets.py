@@ -55,7 +55,7 @@ def test_a_full_socket_raises_and_keeps_nothing(pair: tuple[socket.socket, socke
         packets.send_packet(ours, {"k": "x" * 100_000})
 
 
-@pytest.mark.parametrize("data", [b"{", b"[]", b"1", b"\xff", b"x" * (packets.INLINE_MAX + 2)])
+@pytest.mark.parametrize("data", [b"{", b"[]", b"1", b"\xff", b'{"a":' * 10_000, b"x" * (packets.INLINE_MAX + 2)])
 def test_what_is_no_object_is_refused(pair: tuple[socket.socket, socket.socket], data: bytes) -> None:
     ours, theirs = pair
     ours.send(data)

@@ -85,8 +85,8 @@ def _sealed(fd: int, length: object) -> bytes:
 def _object(data: bytes) -> Packet:
     try:
         packet = json.loads(data)
-    except ValueError:
-        raise fdpass.FramingError("not JSON") from None
+    except (ValueError, RecursionError):
+        raise fdpass.FramingError("not JSON, or nested too deep") from None
     if not isinstance(packet, dict):
         raise fdpass.FramingError("not a JSON object")
     return packet
