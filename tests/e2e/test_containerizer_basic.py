@@ -377,3 +377,33 @@ def test_a_caller_that_makes_parents_may_go_and_the_same_request_goes_on(own_pai
         first.cancel()
     assert second.result().container.state == cpb.Container.CREATED
     assert calls.destroy(top).outcome == cpb.Cleanup.CLEAN
+
+
+def test_a_list_comes_in_pages_that_any_client_takes(own_pair: Pair) -> None:
+    calls = own_pair.calls
+    labels = {f"k{n}": "x" * 1000 for n in range(64)}
+    top = fresh_name()
+    before = {each.id for each in calls.containerizer.List(cpb.ListRequest(records=True)).containers}
+    ended = [calls.run(["/bin/true"], f"/r{n}", labels=labels, output=False).started.id for n in range(32)]
+    living = [calls.create(name).container.id for name in (top, f"{top}/a", f"{top}/a/b", f"{top}/a-b", f"{top}/c")]
+    for size in (0, 1, 3):
+        found: list[str] = []
+        request = cpb.ListRequest(recursive=True, records=True, page_size=size)
+        pages = 0
+        while True:
+            answer = calls.containerizer.List(request)
+            assert answer.ByteSize() <= 3 << 20
+            assert not size or len(answer.containers) <= size
+            pages += 1
+            found += [each.id for each in answer.containers]
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                break
+        assert pages > 1
+        assert [each for each in found if each not in before] == living + ended
+    for field in ({"page_size": -1}, {"page_token": "nonsense"}, {"page_token": "ended 1 " + "9" * 30}):
+        error = error_of(lambda field=field: calls.containerizer.List(cpb.ListRequest(records=True, **field)))
+        assert (code(error), info(error).metadata["field"]) == (StatusCode.INVALID_ARGUMENT, next(iter(field)))
+    shown = own_pair.command("list", "-ra", "/")
+    assert (shown.returncode, sum(identity in shown.stdout for identity in living + ended)) == (0, 37), shown.stderr
+    calls.destroy(top)

@@ -190,10 +190,15 @@ class AsyncClient:
         return response.container
 
     async def list(self, name: str = "", *, recursive: bool = False, records: bool = False) -> list[pb.Container]:
-        """The containers at and below `name`; `records`: also the ended."""
+        """The containers at and below `name`; `records`: also the ended. Asks for as many pages as there are."""
         request = pb.ListRequest(name=name, recursive=recursive, records=records)
-        response = await self._unary("ContainerizerService/List", self.containerizer.List, request, repeat=True)
-        return [*response.containers]
+        found: dict[str, pb.Container] = {}  # what ends between two pages is in both
+        while True:
+            response = await self._unary("ContainerizerService/List", self.containerizer.List, request, repeat=True)
+            found |= {each.id: each for each in response.containers}
+            if not response.next_page_token:
+                return [*found.values()]
+            request.page_token = response.next_page_token
 
     async def remove(self, name: str) -> int:
         """Forgets records and logs of an ended container (name or id); how many."""

@@ -801,22 +801,34 @@ class ListRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     RECURSIVE_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Only at and below this name; empty = all."""
     recursive: _builtins.bool
     """With all levels below; else the direct children."""
     records: _builtins.bool
     """Also the records of the ended."""
+    page_size: _builtins.int
+    """How many containers an answer has at most; 0 = as many as fit in 3 MiB,
+    which is the bound in any case.
+    """
+    page_token: _builtins.str
+    """The next_page_token of the answer before; empty = from the beginning.
+    The other fields must be the same.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         recursive: _builtins.bool = ...,
         records: _builtins.bool = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "records", b"records", "recursive", b"recursive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "page_size", b"page_size", "page_token", b"page_token", "records", b"records", "recursive", b"recursive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -827,16 +839,24 @@ class ListResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTAINERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for what comes next; empty where this is all."""
     @_builtins.property
-    def containers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Container]: ...
+    def containers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Container]:
+        """What lives, in the order of names, then what has ended, oldest first. What
+        ends between two answers may be in both, with one id.
+        """
+
     def __init__(
         self,
         *,
         containers: _abc.Iterable[Global___Container] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["containers", b"containers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["containers", b"containers", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

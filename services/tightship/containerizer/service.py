@@ -17,7 +17,7 @@ import grpc
 
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
-from tightship.containerizer import admission, audit, describe, names, requests, spec
+from tightship.containerizer import admission, audit, describe, listing, names, requests, spec
 from tightship.containerizer.journal import Ended, Kind
 from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.recovery import marked
@@ -366,20 +366,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
 
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         async with self._call(context, "List", request):
-            registry = self._parts.registry
-            top = names.normalize(request.name) if request.name else "/"
-            itself = registry.named(top)
-            found = registry.below(top) if request.recursive else registry.children(top)
-            if itself is not None:
-                found = [itself, *found]
-            containers = [describe.living(each, with_limits=False) for each in found]
-            if request.records:
-                for record in self._parts.journal.all_records():
-                    if top in ("/", record.name) or names.is_below(record.name, top):
-                        containers.append(describe.ended(record))
-            if not containers and top != "/" and itself is None and not request.records:
-                raise _not_found(top)
-            return pb.ListResponse(containers=containers)
+            return listing.page(self._parts, request)
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         async with self._call(context, "Remove", request):
