@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -202,6 +204,64 @@ def test_an_orderly_stop_is_bounded(faulty: Pair, service: Service) -> None:
     calls.destroy(detached.name)
     following.arrived()
     until(lambda: not calls.living(), "the attached one is gone")
+
+
+@pytest.mark.parametrize("how", ["deleted", "empty", "records"])
+def test_a_lost_journal_is_rebuilt_from_directories_and_launches(faulty: Pair, tmp_path: Path, how: str) -> None:
+    calls = faulty.calls
+    before = faulty.census()
+    calls.create(above := fresh_name())
+    calls.create(inner := f"{above}/inner")
+    running = calls.detach(_on_signal(tmp_path / "flag", 5), f"{inner}/run")
+    limited = calls.detach(["/bin/sleep", "600"], f"{above}/limited", max_lifetime=timedelta(seconds=3))
+    (journal,) = faulty.run_dir.glob("journal-*.db")
+    spawner = os.pidfd_open(faulty.pid("spawner"))
+    signal.pidfd_send_signal(spawner, signal.SIGSTOP)  # so that the next one waits
+    containerizer = faulty.pid("containerizer")
+    os.kill(containerizer, signal.SIGKILL)
+    until(lambda: _state(containerizer) in "ZX", "the containerizer has ended")
+    _damage(journal, how)
+    signal.pidfd_send_signal(spawner, signal.SIGCONT)
+    os.close(spawner)
+    until(lambda: _answers(faulty), "the containerizer is back")
+    faulty.await_ready()
+
+    living = calls.living()
+    assert {above, inner, running.name} <= living.keys()
+    assert living[running.name].pid == running.pid
+    assert calls.run(["/bin/true"], f"{above}/new").code == 0
+    assert calls.wait(limited.id).cancel_reason == "max_lifetime"
+    (tmp_path / "flag").touch()
+    assert calls.wait(running.id).exit_code == 5
+    calls.destroy(above)
+    calls.create(above)
+    calls.destroy(above)
+    faulty.settle(before)
+
+
+def _damage(journal: Path, how: str) -> None:
+    if how == "records":
+        db = sqlite3.connect(journal)
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'records'").fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        db.close()
+        with journal.open("r+b") as file:
+            file.seek((page - 1) * size)
+            file.write(b"\xa5" * size)
+        return
+    for path in journal.parent.glob(f"{journal.name}*"):
+        if how == "deleted":
+            path.unlink()
+        else:
+            os.truncate(path, 0)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def _answers(pair: Pair) -> bool:

@@ -91,6 +91,7 @@ def test_an_unreadable_file_is_set_aside(tmp_path: Path, damage: bytes) -> None:
     path.write_bytes(damage)
     again = open_journal(path)
     assert again.rebuilt == bool(damage)  # an empty file is an empty journal
+    assert again.lost
     assert again.rows == []
     intend(again, a_row())
 
@@ -136,3 +137,53 @@ def test_a_good_file_that_is_locked_is_not_set_aside(tmp_path: Path, monkeypatch
         open_journal(tmp_path / "j")
     other.close()
     assert len(open_journal(tmp_path / "j").rows) == 1
+
+
+def _damage(path: Path, tree: str) -> None:
+    """Overwrites the root page of a table or an index."""
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (tree,)).fetchone()
+    (size,) = db.execute("PRAGMA page_size").fetchone()
+    db.close()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xa5" * size)
+
+
+@pytest.mark.parametrize("tree", ["records", "records_name", "records_ended", "records_request", "containers"])
+def test_a_damaged_tree_costs_records_and_no_readable_row(tmp_path: Path, tree: str) -> None:
+    path = tmp_path / "j"
+    journal = open_journal(path)
+    row = a_row("1")
+    intend(journal, row)
+    row.phase = Phase.COMMITTED
+    journal.update(row)
+    journal.forget(a_row("2"), ended("2", "/b", "r"))
+    journal.close()
+    _damage(path, tree)
+    again = open_journal(path)
+    assert again.rebuilt
+    assert again.lost
+    assert [(each.id, each.phase) for each in again.rows] == ([] if tree == "containers" else [("1", Phase.COMMITTED)])
+    again.close()
+    assert len(open_journal(path).rows) == (tree != "containers")
+
+
+@pytest.mark.parametrize("tree", ["records", "records_name", "containers"])
+def test_damage_met_while_serving_stops_nothing(tmp_path: Path, tree: str) -> None:
+    path = tmp_path / "j"
+    journal = open_journal(path)
+    rows = [a_row("1", "/a"), a_row("2", "/b")]
+    for row in rows:
+        intend(journal, row)
+    journal.living = lambda: rows
+    _damage(path, tree)
+    journal._db.execute("PRAGMA shrink_memory")  # so that the page is read again
+    rows[0].phase = Phase.UNDOING
+    journal.update(rows[0])
+    journal.forget(rows[0], ended("1", "/a"))
+    assert journal.find_record("/a") is not None
+    assert journal.records == 1
+    journal.close()
+    assert [row.id for row in open_journal(path).rows] == ["2"]

@@ -2,7 +2,10 @@
 
 One SQLite file in WAL mode without fsync: it must outlive a SIGKILL, not a power cut, which cgroups and pipes don't
 outlive either. A row holds the whole plan of a container and goes through its phases; deleting it and writing the
-record is one transaction. An unreadable file is set aside, and `rebuilt` says so.
+record is one transaction.
+
+A damaged file is set aside, at start or when a query meets the damage, and a new one gets the living rows; the records
+are lost with it. At start only those rows are known that can still be read, and `lost` says that some may be missing.
 """
 
 from __future__ import annotations
@@ -10,18 +13,23 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tightship.containerizer import plan as plans
 from tightship.containerizer.plan import Step
 from tightship.kernel import process
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _VERSION = 1
 
@@ -32,6 +40,9 @@ _NOT_THE_FILE = frozenset(
         sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
     }
 )  # fmt: skip
+
+
+_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 
 class Phase(StrEnum):
@@ -139,38 +150,45 @@ class Journal:
     """Synchronous: a write takes some 40 µs. Raises sqlite3.Error on a full or failing disk."""
 
     def __init__(self, path: Path, *, retention_age: float, retention_count: int) -> None:
+        self._path = path
         self._age = retention_age
         self._count = retention_count
         self.rebuilt = False
-        """The file was unreadable and has been set aside: what lives is not in it."""
+        """The file was damaged and has been set aside at start."""
+        self.rows: list[Row] = []
+        self.living: Callable[[], Iterable[Row]] = lambda: self.rows
+        """The rows that a new file gets when this one turns out to be damaged."""
+        self._open = False
         try:
             self._db = _connect(path)
-            self.rows = list(self._load())
+            self.rows.extend(self._load())
+            _check(self._db)
+            self.records: int = self._db.execute("SELECT count(*) FROM records").fetchone()[0]
+            self._open = True
+            self.lost = not self.rows
+            """A container may live without a row: it's a new file, or an empty one, or a row can't be read."""
         except (sqlite3.DatabaseError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, sqlite3.DatabaseError) and _code(error) in _NOT_THE_FILE:
                 raise
-            self.rebuilt = True
-            _set_aside(path)
-            self._db = _connect(path)
-            self.rows = []
-        self.records: int = self._db.execute("SELECT count(*) FROM records").fetchone()[0]
+            self.rebuilt = self.lost = True
+            self._renew()
 
     def intend(self, row: Row, meta: str) -> None:
         """Before the first step. `meta` is the row's."""
-        self._db.execute(
-            "INSERT INTO containers VALUES (?, ?, ?, ?, ?, ?)",
-            (row.id, row.phase, row.reason, meta, _live_json(row.live), row.record),
-        )
+        self._guarded(lambda: self._insert(row, meta))
 
     def update(self, row: Row) -> None:
         """Writes phase, reason, what became known, and the record where there is one."""
-        self._db.execute(
+        self._query(
             "UPDATE containers SET phase = ?, reason = ?, live = ?, record = ? WHERE id = ?",
             (row.phase, row.reason, _live_json(row.live), row.record, row.id),
         )
 
     def forget(self, row: Row, ended: Ended | None) -> None:
         """The row goes, and the record (where there is one) comes, at once."""
+        self._guarded(lambda: self._forget(row, ended))
+
+    def _forget(self, row: Row, ended: Ended | None) -> None:
         with self._transaction():
             self._db.execute("DELETE FROM containers WHERE id = ?", (row.id,))
             if ended is not None:
@@ -181,7 +199,7 @@ class Journal:
                         ended.cleanup, ended.pid, ended.ran, ended.times,
                     ),
                 )  # fmt: skip
-                self.records += 1
+        self.records += ended is not None
 
     def find_record(self, name_or_id: str) -> Ended | None:
         """The newest record of the name, or the one of the id."""
@@ -192,13 +210,10 @@ class Journal:
         """The newest record of a launch with this request id."""
         return self._newest("request_id", request_id)
 
-    def records_after(self, place: tuple[float, int]) -> Iterator[tuple[tuple[float, int], Ended]]:
-        """The records that came after the one at `place`, oldest first, each with its place; a few read at a time."""
-        query = "SELECT ended, rowid, * FROM records WHERE (ended, rowid) > (?, ?) ORDER BY ended, rowid LIMIT 16"
-        while batch := self._db.execute(query, place).fetchall():
-            for ended, number, *found in batch:
-                place = (ended, number)
-                yield place, _ended(tuple(found))
+    def all_records(self) -> Iterator[Ended]:
+        """Oldest first."""
+        for found in self._query("SELECT * FROM records ORDER BY ended, rowid"):
+            yield _ended(found)
 
     def remove_records(self, name_or_id: str) -> list[str]:
         """Forgets the records of a name or an id; the ids."""
@@ -218,14 +233,49 @@ class Journal:
 
     def _delete(self, condition: str, value: object) -> list[str]:
         query = f"DELETE FROM records WHERE {condition} RETURNING id"  # noqa: S608 - constants of this module
-        gone = [str(found[0]) for found in self._db.execute(query, (value,)).fetchall()]
+        gone = [str(found[0]) for found in self._query(query, (value,))]
         self.records -= len(gone)
         return gone
 
     def _newest(self, column: str, value: str) -> Ended | None:
         query = f"SELECT * FROM records WHERE {column} = ? ORDER BY ended DESC, rowid DESC LIMIT 1"  # noqa: S608 - ours
-        found = self._db.execute(query, (value,)).fetchone()
-        return _ended(found) if found else None
+        found = self._query(query, (value,))
+        return _ended(found[0]) if found else None
+
+    def _query(self, query: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        return self._guarded(lambda: self._db.execute(query, values).fetchall())
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Does it, with a new file where this one is damaged."""
+        if self._open:
+            try:
+                return work()
+            except sqlite3.DatabaseError as error:
+                if _code(error) not in _DAMAGE:
+                    raise
+                log.error("the journal is damaged (%s) and is set aside; its records are lost", error)
+        self._renew()
+        return work()
+
+    def _renew(self) -> None:
+        """Sets the file aside and begins a new one with the living rows."""
+        self._open = False
+        if hasattr(self, "_db"):
+            with contextlib.suppress(sqlite3.Error):
+                self._db.close()  # first: it removes the WAL by its name
+        _set_aside(self._path)
+        self._db = _connect(self._path)
+        with self._transaction():
+            for row in self.living():
+                self._insert(row, row.meta())
+        self.records = 0
+        self._open = True
+
+    def _insert(self, row: Row, meta: str) -> None:
+        self._db.execute(
+            "INSERT INTO containers VALUES (?, ?, ?, ?, ?, ?)",
+            (row.id, row.phase, row.reason, meta, _live_json(row.live), row.record),
+        )
 
     def _load(self) -> Iterator[Row]:
         for _, phase, reason, meta, live, record in self._db.execute("SELECT * FROM containers ORDER BY rowid"):
@@ -242,7 +292,8 @@ class Journal:
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
@@ -257,6 +308,15 @@ def remove_other_boots(directory: Path) -> None:
 
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    try:
+        _prepare(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = OFF")
     db.execute("PRAGMA cache_size = -1024")
@@ -280,7 +340,13 @@ def _connect(path: Path) -> sqlite3.Connection:
         PRAGMA user_version = {_VERSION};
         """
     )
-    return db
+
+
+def _check(db: sqlite3.Connection) -> None:
+    """Raises DatabaseError for a damaged tree, of a table or an index; milliseconds for thousands of records."""
+    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
 
 
 def _code(error: sqlite3.DatabaseError) -> int:

@@ -1,6 +1,11 @@
 """After a start: every container of the journal adopted or undone, each by itself and within its own bound.
 
 The truth of processes is the spawner's: what it told in its answer to HELLO, or, for a new spawner, finds by ADOPT.
+
+A row is written before the first directory and goes after the last, so what has none was in a journal that is lost.
+Launches that the spawner has are made rows again in any case, and so is what is above a container. Other directories
+with our mark are rebuilt only where the journal was new, empty or damaged; beside a good one they are residue, which
+audit finds and cleanup takes: nobody can say then that they were in use.
 """
 
 from __future__ import annotations
@@ -8,10 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Collection
 from typing import Any
 
 from tightship.common.packets import Packet
-from tightship.containerizer import plan, steps
+from tightship.containerizer import names, plan, steps
 from tightship.containerizer.journal import Kind, Phase, Row
 from tightship.containerizer.operations import OPEN_TIMEOUT_S, Operation, Parts
 from tightship.containerizer.records import Exit
@@ -31,6 +40,7 @@ def load(parts: Parts) -> list[Operation]:
             row.parent_trace = row.caller_trace  # its call died with us, and nobody sends its span
         operations.append(Operation(parts, row, recovering=True))
     parts.journal.rows = []
+    parts.journal.living = lambda: [each.row for each in parts.registry.by_id.values()]
     for operation in operations:
         parts.registry.add(operation)
     return operations
@@ -41,8 +51,7 @@ def begin(parts: Parts, operations: list[Operation], hello: Packet) -> list[asyn
     launches = {str(launch["launch"]): launch for launch in hello.get("launches") or ()}
     for launch in launches.values():
         _rebuild(parts, operations, launch)
-    if parts.journal.rebuilt:
-        _rebuild_from_directories(parts, operations)
+    _rebuild_from_directories(parts, operations, launches.keys())
     return [
         asyncio.create_task(_recover(parts, operation, launches.get(operation.row.id)), name="recovery")
         for operation in operations
@@ -136,22 +145,42 @@ def _rebuild(parts: Parts, operations: list[Operation], launch: dict[str, Any]) 
     row.live.start = int(launch.get("start") or 0)
     row.live.started = row.created
     row.live.opened = True
+    begun = row.live.start / os.sysconf("SC_CLK_TCK") or time.clock_gettime(time.CLOCK_BOOTTIME)
+    row.live.deadline = begun + row.timeout if row.timeout is not None else None
+    row.live.lifetime = begun + row.max_lifetime if row.max_lifetime is not None else None
     _add(parts, operations, row)
 
 
-def _rebuild_from_directories(parts: Parts, operations: list[Operation]) -> None:
-    """Marked directories of a lost journal: a name with the same mark in every hierarchy was a container made by
-    Create, as far as anybody can tell, and is listed again; what is less than that is residue, and undone."""
-    for name, identities in sorted(marked(parts).items()):
+def _rebuild_from_directories(parts: Parts, operations: list[Operation], launches: Collection[str]) -> None:
+    """A name with the same mark in every hierarchy, or with a committed container below, was a container: it is listed
+    again as one made by Create, as far as anybody can tell. What is less than that, has a record, or was a launch that
+    never ran (`launches` are those that the spawner knew), is undone."""
+    above = {name for each in operations if each.row.phase is Phase.COMMITTED for name in names.lineage(each.row.name)}
+    above = {name for name in above if parts.registry.named(name) is None}
+    if not parts.journal.lost and not above:
+        return
+    found = marked(parts)
+    wanted = found.keys() | above if parts.journal.lost else above
+    for name in sorted(wanted, reverse=True):  # from below, so that what keeps its parents is known first
+        identities = found.get(name, [])
         if parts.registry.named(name) is not None:
             continue
-        whole = len(identities) == len(parts.machine.hierarchies) and len(set(identities)) == 1
-        kind = Kind.CREATE if whole else Kind.CLEANUP
-        row = Row(id=identities[0], name=name, kind=kind, plan=plan.for_cleanup(parts.machine, name, identities[:1]))
-        row.phase = Phase.COMMITTED if whole else Phase.UNDOING
-        row.reason = "" if whole else "recovered"
-        if not parts.registry.is_living(row.id):
-            _add(parts, operations, row)
+        identity = identities[0] if identities else secrets.token_hex(8)
+        if parts.registry.is_living(identity):
+            continue
+        ended = identity in launches or parts.journal.find_record(identity) is not None
+        whole = len(identities) == len(parts.machine.hierarchies) and len(set(identities)) == 1 and not ended
+        kept = whole or any(each.row.phase is Phase.COMMITTED for each in parts.registry.below(name))
+        row = Row(
+            id=identity,
+            name=name,
+            kind=Kind.CREATE if kept else Kind.CLEANUP,
+            plan=plan.for_cleanup(parts.machine, name, [identity]),
+            phase=Phase.COMMITTED if kept else Phase.UNDOING,
+            reason="" if kept else "recovered",
+        )
+        log.warning("%s was in no journal; it is %s", name, "listed again" if kept else "undone")
+        _add(parts, operations, row)
 
 
 def marked(parts: Parts) -> dict[str, list[str]]:
@@ -166,7 +195,10 @@ def marked(parts: Parts) -> dict[str, list[str]]:
 
 
 def _add(parts: Parts, operations: list[Operation], row: Row) -> None:
-    parts.journal.intend(row, row.meta())
+    try:
+        parts.journal.intend(row, row.meta())
+    except sqlite3.Error as error:
+        log.error("%s is not in the journal, and rebuilt again at the next start: %s", row.name, error)
     operation = Operation(parts, row, recovering=True)
     parts.registry.add(operation)
     operations.append(operation)
