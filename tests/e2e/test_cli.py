@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -313,6 +314,41 @@ def test_a_reader_that_stops_does_not_hold_a_signal(up: Cli) -> None:
     process.communicate()
 
 
+def test_programs_that_cannot_be_executed_are_named(up: Cli) -> None:
+    assert b"no-such-program: not found" in up("run", "--", "no-such-program").stderr
+    assert b"options after NAME are the command's" in up("run", "/x", "-v", "--", "true").stderr
+
+
+def test_a_full_standard_output(up: Cli) -> None:
+    for args in (["run", "--", "echo", "x"], ["run", "-n", "/full", "--", "sleep", "600"]):
+        with open("/dev/full", "wb") as full:
+            process = up.start(*args, stdout=full)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 125
+        assert len(err.splitlines()) == 1
+        assert b"No space left" in err
+    assert not up.json("list").get("containers")
+
+
+def test_a_spec_from_standard_input(up: Cli) -> None:
+    ended = up("run", "-v", "-c", "-", "--", "cat", stdin=b"memory { limit: 67108864 }")
+    assert (ended.returncode, ended.stdout) == (0, b"")
+    assert b"memory.limit 67108864" in ended.stderr
+    up.ok("create", "/in", "-c", "-", stdin=b"tasks { limit: 7 }")
+    assert "7" in up.ok("spec", "/in")
+    up.ok("destroy", "/in")
+
+
+def test_output_as_json(up: Cli) -> None:
+    up.ok("run", "-n", "/json", "--", "sh", "-c", "printf 'a\\377'; exit 3")
+    for args in (["attach", "/json"], ["logs", "/json"]):
+        *pieces, last = map(json.loads, up.ok("--json", *args).splitlines())
+        data = b"".join(base64.b64decode(each["data"]) if "data" in each else each["text"].encode() for each in pieces)
+        assert data == b"a\xff"
+        assert last["record"]["exit_code"] == 3
+    assert "code" in json.loads(up("--json", "kill", "/json").stderr)
+
+
 # Containers
 
 
@@ -481,6 +517,16 @@ def test_up_that_fails_shows_the_logs_tail(alone: Cli) -> None:
     assert "107" in too_long.stderr.decode()
 
 
+def test_up_refuses_a_directory_that_everybody_may_write(alone: Cli) -> None:
+    run_dir = alone.root / "open"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    ended = alone("--run-dir", str(run_dir), "up", "-d")
+    run_dir.rmdir()
+    assert ended.returncode == 9
+    assert b"chmod o-w" in ended.stderr
+
+
 # The embedded pair
 
 
@@ -541,6 +587,8 @@ def test_what_died_before_it_had_an_instance_is_swept_some_at_each_start(alone: 
         (base / f"dead{number}").mkdir()
         for name in ("lock.supervisor", "service.log"):
             (base / f"dead{number}" / name).touch()
+        (base / f"dead{number}" / "logs").mkdir()
+        (base / f"dead{number}" / "logs" / "leases.db").touch()
     assert alone("run", "--", "true").returncode == 0
     assert len(list(embedded(alone))) == 2
     assert alone("run", "--", "true").returncode == 0
@@ -554,6 +602,19 @@ def test_a_sweep_leaves_other_directories_alone(alone: Cli, tmp_path: Path) -> N
     (tmp_path / "lock.supervisor").touch()
     subprocess.run(sweep, check=True, timeout=60)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_moment_leaves_nothing(alone: Cli, number: signal.Signals) -> None:
+    for after_s in (0.2, 0.3, 0.4, 0.6):
+        process = alone.start("run", "--", "sleep", "600")
+        time.sleep(after_s)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (128 + number, b"")
+        assert b"Traceback" not in err
+        until(lambda: not alone.processes())
+        assert list(embedded(alone)) == []
 
 
 def test_embedded_runs_side_by_side(alone: Cli) -> None:

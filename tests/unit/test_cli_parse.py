@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -124,6 +126,13 @@ def test_no_durations(text: str) -> None:
         (["nonsense"], 3, "nonsense"),
         (["wait", "--timeout", "x", "/a"], 3, "500ms"),
         (["list", "pids"], 12, "./pids"),
+        (["kill", "-s", "", "/a"], 3, "empty"),
+        (["cleanup", "--all", "/a"], 3, "not both"),
+        (["wait", "--timeout", "\u0663", "/a"], 3, "500ms"),
+        (["list", "--run-dir", "/dev/null"], 9, "/dev/null"),
+        (["down", "--run-dir", "/dev/null"], 9, "/dev/null"),
+        (["run", "--run-dir", "/dev/null", "--", "true"], 125, "/dev/null"),
+        (["run", "-i", "-c", "-", "--", "true"], 125, "standard input"),
         (["run"], 125, "command is missing"),
         (["run", "true"], 125, "tightship run -- true"),
         (["run", "--nonsense", "--", "true"], 125, "--nonsense"),
@@ -141,6 +150,43 @@ def test_statuses_without_a_service(args: list[str], status: int, says: str) -> 
     assert (ended.returncode, ended.stdout) == (status, "")
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("args", "status"), [(["list"], 14), (["list", "--nonsense"], 3), (["run", "true"], 125)])
+def test_failures_as_json_are_one_object(args: list[str], status: int) -> None:
+    ended = tightship("--json", *args)
+    assert ended.returncode == status
+    assert json.loads(ended.stderr).keys() == {"code", "status", "reason", "message", "metadata"}
+
+
+@pytest.mark.parametrize(
+    ("redirections", "status"),
+    [(">/dev/full", 8), (">&-", 0), ("<&- >&- 2>&-", 0), (">/dev/full 2>/dev/full", 8), ("2>/dev/full", 0)],
+)
+def test_standard_streams_that_are_closed_or_full(redirections: str, status: int) -> None:
+    code = "from tightship.cli.main import main; main()"
+    command = f'exec "$0" -c "$1" --help {redirections}'
+    ended = subprocess.run(  # noqa: PLW1510
+        ["sh", "-c", command, sys.executable, code], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == status
+    assert len(ended.stderr.splitlines()) == (1 if redirections == ">/dev/full" else 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_importing_ends_it_quietly(number: signal.Signals) -> None:
+    code = (
+        "import os, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == 'tightship.cli.containers': os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from tightship.cli.main import main; main()"
+    )
+    ended = subprocess.run(  # noqa: PLW1510
+        [sys.executable, "-c", code, "list"], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "")
 
 
 @pytest.mark.parametrize("command", ["", "up", "run", "create", "audit", "logs", "down"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import click
 
 from tightship.cli import failure, terminal
-from tightship.cli.context import Options, common
+from tightship.cli.context import Options, common, plain
 
 if TYPE_CHECKING:
     from tightship.client import AsyncClient, Chunk
@@ -32,6 +34,39 @@ async def copy(chunks: AsyncIterator[Chunk], into: int | None = None) -> None:
                 failure.say(f"{chunk.lost} bytes of {chunk.stream} at {chunk.offset} were not kept: {chunk.reason}")
             else:
                 await terminal.write_output(into or _FDS[chunk.stream], chunk.data)
+
+
+async def copy_json(client: AsyncClient, target: str, chunks: AsyncIterator[Chunk], *, follow: bool) -> None:
+    """A JSON object a line: each piece, or gap, of the output, and last the record, where it ended.
+
+    A piece has `stream`, `offset`, and `text`, or `data` (base64) where it is not UTF-8 by itself; a gap `lost` (bytes)
+    and `reason`; the last `record`, or `state` of one that runs. Raises as `copy`.
+    """
+    from tightship.client.streams import closing
+
+    async def write(value: dict[str, object]) -> None:
+        await terminal.write_output(1, json.dumps(value, ensure_ascii=False).encode() + b"\n")
+
+    async with closing(chunks):
+        async for chunk in chunks:
+            await write({"stream": chunk.stream, "offset": chunk.offset, **_content(chunk)})
+    if follow:
+        await write({"record": plain(await client.wait(target))})
+        return
+    container = await client.get(target)
+    if container.HasField("record"):
+        await write({"record": plain(container.record)})
+    else:
+        await write({"state": type(container).State.Name(container.state)})
+
+
+def _content(chunk: Chunk) -> dict[str, object]:
+    if chunk.lost:
+        return {"lost": chunk.lost, "reason": chunk.reason}
+    try:
+        return {"text": chunk.data.decode()}
+    except UnicodeDecodeError:
+        return {"data": base64.b64encode(chunk.data).decode()}
 
 
 async def feed(stdin: AsyncInput) -> None:
@@ -69,7 +104,16 @@ def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool
         streams.append("stderr")
     into = 1 if len(streams) == 1 else None
     options.need("switchboard")
-    return options.call(lambda client: copy(client.logs(options.name_or_id(name), *streams, follow=follow), into))
+
+    async def call(client: AsyncClient) -> None:
+        target = options.name_or_id(name)
+        chunks = client.logs(target, *streams, follow=follow)
+        if options.json:
+            await copy_json(client, target, chunks, follow=follow)
+        else:
+            await copy(chunks, into)
+
+    return options.call(call)
 
 
 @click.command()
@@ -89,7 +133,11 @@ def attach(options: Options, *, name: str) -> int:
         if terminal.input_is_passed():
             feeding = asyncio.create_task(feed(await client.input(target)))
         try:
-            await copy(client.logs(target, follow=True))
+            chunks = client.logs(target, follow=True)
+            if options.json:
+                await copy_json(client, target, chunks, follow=True)
+            else:
+                await copy(chunks)
         finally:
             if feeding is not None:
                 feeding.cancel()

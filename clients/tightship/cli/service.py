@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import signal
 import stat
 import subprocess
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
-from tightship.cli import failure, machine, supervisor
+from tightship.cli import failure, machine, signals, supervisor
 from tightship.cli.context import Options, common, print_json
 
 if TYPE_CHECKING:
@@ -42,8 +45,11 @@ def up(options: Options, *, detach: bool) -> int:
     _refuse_public(options.run_dir)
     if not detach:
         command = supervisor.command(options.run_dir)
+        # They wait until it has handlers: it is Python too, and tells of a Ctrl-C with a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP)
         os.execv(command[0], command)  # noqa: S606  no shell is wanted
     process, ready = supervisor.start(options.run_dir)
+    signals.handle(functools.partial(_stop, process))
     if not supervisor.await_ready(ready):
         raise _did_not_start(options, process)
     try:
@@ -99,12 +105,23 @@ async def _healthy(client: AsyncClient) -> None:
     await client.ready(_HEALTHY_S)
 
 
-def _did_not_start(options: Options, process: subprocess.Popen[bytes]) -> failure.Failure:
+def _stop(process: subprocess.Popen[bytes], number: int, frame: FrameType | None) -> None:
+    """On a signal before it is up: ends what has begun, then this process."""
+    signals.handle(signals.leave)
+    _end(process)
+    signals.leave(number, frame)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(_DOWN_S)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+def _did_not_start(options: Options, process: subprocess.Popen[bytes]) -> failure.Failure:
+    _end(process)
     tail = supervisor.log_tail(options.run_dir)
     return failure.Failure(
         failure.UNAVAILABLE, f"the services on {options.run_dir} did not start:\n{tail}".rstrip(":\n")

@@ -21,8 +21,9 @@ SOCKET_PATH_MAX = 107
 _UNPUBLISHED = ".new"
 
 
-# All that a pair may have written before it has an instance id.
-_EARLY = ("lock.*", "instance.*", "service.log*", "*.sock", "*.sock" + _UNPUBLISHED)
+# What a pair may have written before it has an instance id, beside the switchboard's logs. The locks, by which a
+# directory is known for a run directory, are last.
+_EARLY = ("instance.*", "service.log*", "*.sock", "*.sock" + _UNPUBLISHED, "lock.*")
 
 
 class RunDirError(Exception):
@@ -121,13 +122,16 @@ class RunDir:
 
     def remove_files(self) -> None:
         """Removes what a pair without an instance id may have written, and the directory when nothing else is in it."""
+        import shutil  # heavy for the spawner, which imports this file
+
+        if not self.logs.is_symlink():
+            shutil.rmtree(self.logs, ignore_errors=True)
         for pattern in _EARLY:
             for file in self.path.glob(pattern):
                 with contextlib.suppress(OSError):
                     file.unlink()
-        for directory in (self.logs, self.path):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
 
 def _unusable(error: OSError, path: Path) -> RunDirError:

@@ -61,6 +61,8 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop_asked)
+        # `tightship up` blocks them: one that came while this process was starting comes now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 
     def serve(self) -> int:
         """Until a signal, the lifeline's hang-up or a configuration error. The exit status."""
@@ -207,15 +209,15 @@ def main() -> int:
         else:
             os.ftruncate(options.lock, 0)
             os.pwrite(options.lock, f"{os.getpid()}\n".encode(), 0)
-    except RunDirError as error:
+        log = run.path / "service.log" if options.log else None
+        if log is not None:
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            os.close(fd)
+    except (RunDirError, OSError) as error:
         _say(str(error))
         return EX_CONFIG
-    log = run.path / "service.log" if options.log else None
-    if log is not None:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
     os.chdir("/")
     if options.lifeline is not None:
         os.environ["TIGHTSHIP_EPHEMERAL"] = "1"  # the containerizer destroys all at its end, detached too
