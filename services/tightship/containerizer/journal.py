@@ -210,10 +210,13 @@ class Journal:
         """The newest record of a launch with this request id."""
         return self._newest("request_id", request_id)
 
-    def all_records(self) -> Iterator[Ended]:
-        """Oldest first."""
-        for found in self._query("SELECT * FROM records ORDER BY ended, rowid"):
-            yield _ended(found)
+    def records_after(self, place: tuple[float, int]) -> Iterator[tuple[tuple[float, int], Ended]]:
+        """The records that came after the one at `place`, oldest first, each with its place; a few read at a time."""
+        query = "SELECT ended, rowid, * FROM records WHERE (ended, rowid) > (?, ?) ORDER BY ended, rowid LIMIT 16"
+        while batch := self._query(query, place):
+            for ended, number, *found in batch:
+                place = (ended, number)
+                yield place, _ended(tuple(found))
 
     def remove_records(self, name_or_id: str) -> list[str]:
         """Forgets the records of a name or an id; the ids."""
