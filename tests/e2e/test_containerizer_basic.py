@@ -407,3 +407,13 @@ def test_a_list_comes_in_pages_that_any_client_takes(own_pair: Pair) -> None:
     shown = own_pair.command("list", "-ra", "/")
     assert (shown.returncode, sum(identity in shown.stdout for identity in living + ended)) == (0, 37), shown.stderr
     calls.destroy(top)
+
+
+def test_what_is_no_message_is_the_callers_error(own_pair: Pair) -> None:
+    for data in (b"\x0a\x03\xff\xfe\xfd", b"\x0a\x50abc"):
+        for method in ("unary_unary", "unary_stream"):
+            name = "Get" if method == "unary_unary" else "Launch"
+            call = getattr(own_pair.channel("containerizer"), method)(f"/tightship.v1.ContainerizerService/{name}")
+            error = error_of(lambda call=call, data=data: list(call(data, timeout=10)))
+            assert code(error) == StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in own_pair.log_tail(100_000)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 
 from tightship.common import errors
@@ -30,6 +32,39 @@ OPTIONS = (
 )
 
 
+class Undecodable:
+    """Stands for bytes that are no request: `guard` refuses it, where grpc would log it as a bug of ours."""
+
+
+class _Registrar:
+    """What generated code registers a service's methods with; requests that can't be decoded reach the handlers."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, _handlers: object) -> None:
+        """The same methods as below, which are enough."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        lenient = {
+            name: each if each.request_streaming else each._replace(request_deserializer=_lenient(each))
+            for name, each in handlers.items()
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, lenient),))
+
+
+def _lenient(handler: Any) -> Callable[[bytes], object]:
+    decode: Callable[[bytes], object] = handler.request_deserializer
+
+    def decode_or_stand_in(data: bytes) -> object:
+        try:
+            return decode(data)
+        except DecodeError:
+            return Undecodable()
+
+    return decode_or_stand_in
+
+
 class Serving:
     """One server and its live handlers."""
 
@@ -40,6 +75,10 @@ class Serving:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self._handlers: set[asyncio.Task[object]] = set()
 
+    def add(self, register: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a service whose handlers give their request to `guard`; `register` is of the generated code."""
+        register(servicer, _Registrar(self.server))
+
     async def start(self, mode: int = 0o660, gid: int | None = None) -> None:
         """Listens, then lets the socket appear at its path."""
         with publishing(self.path, mode, gid) as hidden:
@@ -47,12 +86,20 @@ class Serving:
             await self.server.start()
 
     @contextlib.asynccontextmanager
-    async def guard(self, context: grpc.aio.ServicerContext[object, object]) -> AsyncIterator[None]:
+    async def guard(
+        self, context: grpc.aio.ServicerContext[object, object], request: object = None
+    ) -> AsyncIterator[None]:
         """Around the whole body of a handler."""
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
         try:
+            if isinstance(request, Undecodable):
+                raise errors.ServiceError(
+                    errors.Code.INVALID_ARGUMENT,
+                    "UNDECODABLE",
+                    "the request is cut short, or has text that is no UTF-8",
+                )
             yield
         except errors.ServiceError as error:
             try:

@@ -84,7 +84,7 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
     operations = recovery.load(parts)
     serving = Serving(run.containerizer_sock)
     service = Service(parts, serving)
-    containerizer_pb2_grpc.add_ContainerizerServiceServicer_to_server(service, serving.server)
+    serving.add(containerizer_pb2_grpc.add_ContainerizerServiceServicer_to_server, service)
     await serving.start()
     parts.switchboard.start()
     try:

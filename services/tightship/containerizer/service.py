@@ -394,7 +394,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
     async def _call(self, context: Context, method: str, request: Any) -> AsyncIterator[CallTrace]:
         """Around a handler: errors to statuses, and the call's span; gives the latter."""
         tracer = self._parts.tracer
-        async with self._serving.guard(context):
+        async with self._serving.guard(context, request):
             if not tracer.enabled:
                 requests.known(request)
                 yield CallTrace()
