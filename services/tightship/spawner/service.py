@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from tightship.kernel import clone, process, signals
+from tightship.kernel import calls, clone, process, signals
 from tightship.spawner.child import Limits
 from tightship.spawner.loop import Loop, Timer
 from tightship.spawner.notices import notice
@@ -40,6 +40,7 @@ class Service:
         self._timer = None
         self._began = time.monotonic()
         parent = os.getpid()
+        calls.before_python_child()
         pid = os.fork()
         if pid == 0:
             try:
