@@ -22,6 +22,10 @@ _thread_self.restype = ctypes.c_ulong
 
 # sizeof(sigset_t) in glibc and musl.
 _SIGSET_SIZE = 128
+# struct sigaction and sigset_t of the kernel, at most and exactly.
+_SIGACTION_SIZE = 64
+_KERNEL_SIGSET_SIZE = 8
+_SYS_RT_SIGACTION = 13 if os.uname().machine == "x86_64" else 134  # 134 in asm-generic/unistd.h
 _EMPTY_SIGSET = ctypes.create_string_buffer(_SIGSET_SIZE)
 _MASK_NOW = ctypes.c_int(signal.SIG_SETMASK)
 _NOWHERE = ctypes.c_void_p(None)
@@ -67,6 +71,12 @@ def signalfd(numbers: Iterable[int], flags: int) -> int:
     bits = sum(1 << (number - 1) for number in numbers)
     mask = ctypes.create_string_buffer(bits.to_bytes(8, sys.byteorder), _SIGSET_SIZE)
     return _checked(_libc.signalfd(ctypes.c_int(-1), mask, ctypes.c_int(flags)))
+
+
+def default_action(number: int) -> None:
+    """rt_sigaction(2) to SIG_DFL without the C library, which refuses its own signals. Raises OSError."""
+    action = ctypes.create_string_buffer(_SIGACTION_SIZE)  # zeros: SIG_DFL, no flags, no mask
+    syscall(_SYS_RT_SIGACTION, ctypes.c_int(number), action, _NOWHERE, ctypes.c_size_t(_KERNEL_SIGSET_SIZE))
 
 
 def empty_signal_mask() -> None:

@@ -15,6 +15,8 @@ import struct
 from tightship.kernel import libc
 
 _SIGINFO_SIZE = 128
+# nptl(7). Its posix_spawn, by which make(1) starts us, leaves them ignored, and so would every container find them.
+_OF_GLIBC = (32, 33)
 _NUMBER = struct.Struct("I")
 
 
@@ -24,6 +26,8 @@ def block_all() -> None:
         # SIGKILL and SIGSTOP have no disposition to set.
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
+    for internal in _OF_GLIBC:
+        libc.default_action(internal)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
