@@ -24,7 +24,8 @@ RESOURCES = {
     "pids": {"limit": 64},
 }
 NAMESPACES = ("pid", "mount", "ipc", "uts")
-_PARENT = "/tightship-bench"
+_CRUN = ("crun", "--root", "state", "--cgroup-manager=cgroupfs")
+_PARENT = f"/tightship-bench-{os.getpid()}"
 
 
 class Crun:
@@ -49,7 +50,7 @@ class Crun:
         (bundle / "config.json").write_text(json.dumps(config))
         self._process = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside, "sh",
-             sys.executable, "-I", "-S", __file__],
+             sys.executable, "-I", "-S", __file__, _PARENT],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=bundle,
         )  # fmt: skip
         return self
@@ -76,6 +77,7 @@ class Crun:
 
 def _serve() -> None:
     """Runs crun by order until the end of standard input. Each of those together has a bundle and cgroup of its own."""
+    parent = sys.argv[1]
     base = json.loads(Path("config.json").read_text())
     bundles: list[str] = []
 
@@ -83,7 +85,7 @@ def _serve() -> None:
         while len(bundles) <= number:
             path = Path(f"b{len(bundles)}")
             path.mkdir()
-            base["linux"]["cgroupsPath"] = f"{_PARENT}/{path.name}"
+            base["linux"]["cgroupsPath"] = f"{parent}/{path.name}"
             base["root"]["path"] = str(Path("rootfs").absolute())
             (path / "config.json").write_text(json.dumps(base))
             bundles.append(str(path))
@@ -95,8 +97,7 @@ def _serve() -> None:
         together = [bundle(number) for number in range(int(line))]
         begun = time.monotonic_ns()
         running = [
-            os.posix_spawnp("crun", ["crun", "--cgroup-manager=cgroupfs", "run", "--bundle", one, f"tightship-{one}"],
-                            os.environ, file_actions=actions)
+            os.posix_spawnp("crun", [*_CRUN, "run", "--bundle", one, one], os.environ, file_actions=actions)
             for one in together
         ]  # fmt: skip
         for pid in running:
