@@ -75,6 +75,8 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 await operation.until(lambda: operation.over)
                 if not operation.gone:
                     raise _pending(operation.cleanup(), operation.row.name)
+                # A client need not read on after this, and may end the call first.
+                trace.answered = True
                 yield pb.LaunchResponse(gone=pb.LaunchResponse.Gone(cleanup=operation.cleanup()))
             except asyncio.CancelledError:
                 reason = _why(context)
@@ -402,17 +404,19 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             parent = tracer.traceparent_of(context.invocation_metadata())
             trace = tracer.context(parent)
             begun = time.time_ns()
+            call = CallTrace(trace, parent)
             status = "OK"
             error: str | None = None
             try:
                 requests.known(request)
-                yield CallTrace(trace, parent)
+                yield call
             except ServiceError as failed:
                 status, error = failed.code.name, failed.message
                 raise
             except (asyncio.CancelledError, GeneratorExit):
-                status = "DEADLINE_EXCEEDED" if _why(context) == "deadline_exceeded" else "CANCELLED"
-                error = status
+                if not call.answered:
+                    status = "DEADLINE_EXCEEDED" if _why(context) == "deadline_exceeded" else "CANCELLED"
+                    error = status
                 raise
             except Exception as failed:
                 status, error = "UNKNOWN", repr(failed)

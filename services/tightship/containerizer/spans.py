@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tightship.v1 import containerizer_pb2 as pb
 
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from tightship.containerizer.steps import Times
 
 
-class CallTrace(NamedTuple):
+@dataclass(slots=True)
+class CallTrace:
     """Traceparents of a call of ours and of its caller; empty where tracing is off."""
 
     own: str = ""
     caller: str = ""
+    answered: bool = False
+    """The last message is on its way: an end by the client is none of an error."""
 
 
 def times_json(times: Times) -> str:
