@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tightship.kernel.fdframes import Stream
 from tightship.switchboard.ledger import TOMBSTONE_S
+from tightship.switchboard.requests import is_id
 from tightship.switchboard.segments import Gap, Log, Store
 from tightship.v1 import switchboard_pb2 as pb
 
@@ -148,7 +149,7 @@ class Catalogue:
 
         Gaps that it knew are lost with it: where it could not write for a time, the hole reads as zeros.
         """
-        for lease_id in self._store.lease_ids():
+        for lease_id in filter(is_id, self._store.lease_ids()):  # what no lease can have made is not ours
             row = self._db.execute("SELECT forgotten FROM leases WHERE id = ?", (lease_id,)).fetchone()
             if row is not None:
                 if row[0]:
