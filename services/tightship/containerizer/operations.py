@@ -108,8 +108,8 @@ class Operation:
         self._undo_begun = 0.0
         self.undo_budget = 0.0
         self.undo_times: steps.Times = {}
-        self.cancel_step = ""
-        """The step that was on when it ended; empty once it runs."""
+        self.cancel_step = row.phase.value if recovering else ""
+        """The step that was on when it ended, after a crash the phase that the journal tells; empty once it runs."""
         self.launch_emitted = False
         self._counters = records.Counters()
         """What was counted before directories went whose process had not been told to have ended."""
@@ -197,6 +197,7 @@ class Operation:
     def adopt(self) -> None:
         """It lives, found so at start."""
         self.recovering = False
+        self.cancel_step = ""
         self.started = True
         self.row.live.opened = self.row.kind is Kind.LAUNCH
         self.changed()
