@@ -35,6 +35,7 @@ from tightship.containerizer.spec import seconds
 from tightship.containerizer.steps import Interrupted, Undone
 from tightship.containerizer.switchboard_link import SwitchboardLink
 from tightship.containerizer.walk import Walk
+from tightship.kernel.fdframes import TOKEN_SIZE
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 from tightship.v1 import switchboard_pb2 as sb
@@ -48,7 +49,6 @@ SPAWN_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0
 CGROUP_TIMEOUT_S = 5.0
 GATE_MS = 30_000
-_TOKEN_SIZE = 32
 
 # Reasons of an undo that nobody asked for.
 _NOT_ASKED = frozenset({"", "exit", "error"})
@@ -331,7 +331,7 @@ class Operation:
         self._check_asked()
         self._session = link.session
         begun = time.time_ns()
-        self.acquire.token = self._token = secrets.token_bytes(_TOKEN_SIZE)
+        self.acquire.token = self._token = secrets.token_bytes(TOKEN_SIZE)
         acquired = link.acquire(self.acquire)
         self.closed_leases.discard(self.row.id)  # an earlier welcome could not list it
         acquired.add_done_callback(lambda _: self.row.live.times.setdefault("lease", (begun, time.time_ns())))
