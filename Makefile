@@ -13,11 +13,12 @@ run: $(READY)  ## a real command under a memory limit, in a pair of services of 
 test: $(READY)  ## every test, with a slice of the sweep
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(READY)  ## format, lint, types, import rules, stubs, and no build output in git
+lint: $(READY)  ## format, lint, types, import rules, protos, stubs, and no build output in git
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/buf lint
 	@PYTHON=$(BIN)/python tools/protos.sh --check
 	@! git ls-files | grep -E '(^|/)(__pycache__|build|dist|\.venv|[^/]*\.egg-info)/|\.pyc$$' \
 		|| { echo "the files above are build output: git rm --cached them" >&2; exit 1; }

@@ -38,7 +38,8 @@ class _StdinModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StdinMode.V
     STDIN_MODE_PIPE: _StdinMode.ValueType  # 2
     """A pipe, written by AttachInput, ended by its eof."""
 
-class StdinMode(_StdinMode, metaclass=_StdinModeEnumTypeWrapper): ...
+class StdinMode(_StdinMode, metaclass=_StdinModeEnumTypeWrapper):
+    """What the main process has as its standard input."""
 
 STDIN_MODE_UNSPECIFIED: StdinMode.ValueType  # 0
 """The same as NULL."""
@@ -57,8 +58,11 @@ class SpecInput(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """As protobuf text: "memory { limit: 67108864 }"."""
     @_builtins.property
-    def spec(self) -> _spec_pb2.ContainerSpec: ...
+    def spec(self) -> _spec_pb2.ContainerSpec:
+        """As a message."""
+
     def __init__(
         self,
         *,
@@ -77,6 +81,8 @@ Global___SpecInput: _TypeAlias = SpecInput  # noqa: Y015
 
 @_typing.final
 class LaunchRequest(_message.Message):
+    """What to run, and how."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -115,9 +121,14 @@ class LaunchRequest(_message.Message):
     LOG_CAP_FIELD_NUMBER: _builtins.int
     REPORT_IN_FORCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the caller, unique per launch it means; empty = not joinable."""
+    """Chosen by the caller, unique per launch it means: at most 128 printable
+    ASCII characters without blanks. A repeated one joins the launch, living or
+    recorded; with another request it is ALREADY_EXISTS. Empty = not joinable.
+    """
     name: _builtins.str
-    """Absolute name; empty = a generated one."""
+    """Absolute name; empty = a generated one, below "/". Its parent must be
+    there.
+    """
     within_existing: _builtins.bool
     """Where a container of that name exists: run in it, as a generated child of
     it, and leave it. Else as without.
@@ -125,35 +136,48 @@ class LaunchRequest(_message.Message):
     cwd: _builtins.str
     """Absolute; "/" when empty."""
     stdin: Global___StdinMode.ValueType
+    """/dev/null unless PIPE."""
     detach: _builtins.bool
-    """The stream ends after STARTED and the container stays."""
+    """The stream ends after STARTED and the container stays, until Destroy, its
+    end, or max_lifetime.
+    """
     umask: _builtins.int
-    """File mode mask; 0022 when absent."""
+    """File mode mask, 0 to 0777; 0022 when absent."""
     log_cap: _builtins.int
-    """Bytes of output kept, both streams; the switchboard's default when absent."""
+    """Bytes of output kept, both streams; the switchboard's default (1 GiB) when
+    absent. What is over it is dropped, counted, and told as a gap.
+    """
     report_in_force: _builtins.bool
-    """Fill Started.in_force."""
+    """Fill Started.in_force, at the price of a read for each limit."""
     @_builtins.property
-    def spec(self) -> Global___SpecInput: ...
+    def spec(self) -> Global___SpecInput:
+        """Limits; none when absent."""
+
     @_builtins.property
     def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """argv; the first word is looked up in the PATH of `env`, else of the system."""
+        """argv; the first word is looked up in the PATH of `env`, else of the system.
+        No shell.
+        """
 
     @_builtins.property
     def env(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"NAME=VALUE"; nothing is inherited from the service."""
 
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """For people and for List: at most 64; a key has 1 to 63 of [A-Za-z0-9_./-],
+        a value at most 1,024 bytes.
+        """
+
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """The run's limit, from STARTED; the record then says TIMEOUT, as it does
-        when the call's own deadline is over.
+        when the call's own deadline is over. None when absent.
         """
 
     @_builtins.property
     def max_lifetime(self) -> _duration_pb2.Duration:
-        """Bound on a detached container's life."""
+        """Bound on a detached container's life. None when absent."""
 
     def __init__(
         self,
@@ -191,10 +215,14 @@ Global___LaunchRequest: _TypeAlias = LaunchRequest  # noqa: Y015
 
 @_typing.final
 class LaunchResponse(_message.Message):
+    """One event of a launch."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Started(_message.Message):
+        """Where a launch is."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         ID_FIELD_NUMBER: _builtins.int
@@ -205,17 +233,25 @@ class LaunchResponse(_message.Message):
         JOINED_FIELD_NUMBER: _builtins.int
         IN_FORCE_FIELD_NUMBER: _builtins.int
         id: _builtins.str
+        """The container's id: 16 hex digits, never used again."""
         name: _builtins.str
+        """Its absolute name."""
         lease_id: _builtins.str
-        """Where the streams are: pass it to the switchboard's ReadOutput."""
+        """Where the streams are: pass it to the switchboard's AttachOutput and
+        AttachInput.
+        """
         pid: _builtins.int
-        """In the service's pid namespace."""
+        """Of the main process, in the service's pid namespace."""
         joined: _builtins.bool
         """True when this call joined a launch begun by another."""
         @_builtins.property
-        def time(self) -> _timestamp_pb2.Timestamp: ...
+        def time(self) -> _timestamp_pb2.Timestamp:
+            """When it was executed."""
+
         @_builtins.property
-        def in_force(self) -> _containers.RepeatedCompositeFieldContainer[Global___InForce]: ...
+        def in_force(self) -> _containers.RepeatedCompositeFieldContainer[Global___InForce]:
+            """The limits that the kernel holds, where the request asked."""
+
         def __init__(
             self,
             *,
@@ -235,11 +271,15 @@ class LaunchResponse(_message.Message):
 
     @_typing.final
     class Exited(_message.Message):
+        """The end of the main process."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         RECORD_FIELD_NUMBER: _builtins.int
         @_builtins.property
-        def record(self) -> Global___Record: ...
+        def record(self) -> Global___Record:
+            """How it ended."""
+
         def __init__(
             self,
             *,
@@ -253,11 +293,15 @@ class LaunchResponse(_message.Message):
 
     @_typing.final
     class Gone(_message.Message):
+        """The end of the cleanup."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         CLEANUP_FIELD_NUMBER: _builtins.int
         @_builtins.property
-        def cleanup(self) -> Global___Cleanup: ...
+        def cleanup(self) -> Global___Cleanup:
+            """What it did."""
+
         def __init__(
             self,
             *,
@@ -273,11 +317,17 @@ class LaunchResponse(_message.Message):
     EXITED_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def started(self) -> Global___LaunchResponse.Started: ...
+    def started(self) -> Global___LaunchResponse.Started:
+        """The command runs: it was executed."""
+
     @_builtins.property
-    def exited(self) -> Global___LaunchResponse.Exited: ...
+    def exited(self) -> Global___LaunchResponse.Exited:
+        """The main process has ended; cleanup goes on."""
+
     @_builtins.property
-    def gone(self) -> Global___LaunchResponse.Gone: ...
+    def gone(self) -> Global___LaunchResponse.Gone:
+        """Nothing of the container is left."""
+
     def __init__(
         self,
         *,
@@ -308,13 +358,21 @@ class Cleanup(_message.Message):
     class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Cleanup._Outcome.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: Cleanup._Outcome.ValueType  # 0
+        """Not told."""
         CLEAN: Cleanup._Outcome.ValueType  # 1
+        """Nothing is left."""
         PENDING: Cleanup._Outcome.ValueType  # 2
+        """The budget was spent; `left` says on what, and a reconciler goes on."""
 
-    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
+        """Whether anything is left."""
+
     OUTCOME_UNSPECIFIED: Cleanup.Outcome.ValueType  # 0
+    """Not told."""
     CLEAN: Cleanup.Outcome.ValueType  # 1
+    """Nothing is left."""
     PENDING: Cleanup.Outcome.ValueType  # 2
+    """The budget was spent; `left` says on what, and a reconciler goes on."""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
@@ -325,13 +383,21 @@ class Cleanup(_message.Message):
     CGROUPS_REMOVED_FIELD_NUMBER: _builtins.int
     LEASES_CLOSED_FIELD_NUMBER: _builtins.int
     outcome: Global___Cleanup.Outcome.ValueType
+    """Whether anything is left."""
     processes_killed: _builtins.int
+    """How many processes had to be killed."""
     cgroups_removed: _builtins.int
+    """How many cgroup directories were removed."""
     leases_closed: _builtins.int
+    """How many leases were closed."""
     @_builtins.property
-    def budget(self) -> _duration_pb2.Duration: ...
+    def budget(self) -> _duration_pb2.Duration:
+        """What it was allowed to take."""
+
     @_builtins.property
-    def took(self) -> _duration_pb2.Duration: ...
+    def took(self) -> _duration_pb2.Duration:
+        """What it took."""
+
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What was removed, one line each ("cgroup /sys/fs/cgroup/memory/...")."""
@@ -373,23 +439,39 @@ class Record(_message.Message):
     class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Record._Reason.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         REASON_UNSPECIFIED: Record._Reason.ValueType  # 0
+        """It has not ended."""
         EXITED: Record._Reason.ValueType  # 1
+        """The main process exited by itself."""
         SIGNALLED: Record._Reason.ValueType  # 2
+        """A signal ended the main process."""
         OOM: Record._Reason.ValueType  # 3
+        """The kernel's OOM killer ended it."""
         TIMEOUT: Record._Reason.ValueType  # 4
+        """`timeout`, `max_lifetime` or the call's deadline was over."""
         CANCELLED: Record._Reason.ValueType  # 5
+        """Ended from outside: `cancel_reason` says by what."""
         UNKNOWN: Record._Reason.ValueType  # 6
+        """Nobody saw the end of the main process."""
         FAILED: Record._Reason.ValueType  # 7
         """Never ran: its launch was undone."""
 
-    class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
+    class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
+        """Why a container ended."""
+
     REASON_UNSPECIFIED: Record.Reason.ValueType  # 0
+    """It has not ended."""
     EXITED: Record.Reason.ValueType  # 1
+    """The main process exited by itself."""
     SIGNALLED: Record.Reason.ValueType  # 2
+    """A signal ended the main process."""
     OOM: Record.Reason.ValueType  # 3
+    """The kernel's OOM killer ended it."""
     TIMEOUT: Record.Reason.ValueType  # 4
+    """`timeout`, `max_lifetime` or the call's deadline was over."""
     CANCELLED: Record.Reason.ValueType  # 5
+    """Ended from outside: `cancel_reason` says by what."""
     UNKNOWN: Record.Reason.ValueType  # 6
+    """Nobody saw the end of the main process."""
     FAILED: Record.Reason.ValueType  # 7
     """Never ran: its launch was undone."""
 
@@ -432,33 +514,55 @@ class Record(_message.Message):
     ERROR_STAGE_FIELD_NUMBER: _builtins.int
     ERROR_ERRNO_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """The container's id."""
     name: _builtins.str
+    """Its name; others may have it after it."""
     reason: Global___Record.Reason.ValueType
+    """Why it ended."""
     exit_code: _builtins.int
-    """One of the two is set where the kernel told; neither = unknown."""
+    """Exit status, 0 to 255. One of this and `signal` is set where the kernel
+    told; neither = unknown.
+    """
     signal: _builtins.int
+    """Number of the signal that ended it."""
     peak_memory: _builtins.int
-    """Bytes; absent where the kernel does not tell."""
+    """Most memory that was used, in bytes; absent where the kernel does not tell."""
     oom_kills: _builtins.int
     """Processes of the container killed by the OOM killer."""
     lease_id: _builtins.str
+    """Of its streams, for AttachOutput while the logs are kept."""
     request_id: _builtins.str
+    """As it was given."""
     cancel_reason: _builtins.str
-    """What cancelled it, where reason is CANCELLED."""
+    """What cancelled it, where reason is CANCELLED: "client_cancelled",
+    "deadline_exceeded", "destroy", "shutdown", ...
+    """
     error: _builtins.str
     """The error of a launch which never ran (FAILED)."""
     error_stage: _builtins.str
+    """The step that failed (FAILED): "mkdir.memory", "exec", ..."""
     error_errno: _builtins.int
+    """The errno's number (FAILED); 0 = none."""
     @_builtins.property
-    def started(self) -> _timestamp_pb2.Timestamp: ...
+    def started(self) -> _timestamp_pb2.Timestamp:
+        """When the command was executed."""
+
     @_builtins.property
-    def ended(self) -> _timestamp_pb2.Timestamp: ...
+    def ended(self) -> _timestamp_pb2.Timestamp:
+        """When the main process ended."""
+
     @_builtins.property
-    def wall_time(self) -> _duration_pb2.Duration: ...
+    def wall_time(self) -> _duration_pb2.Duration:
+        """From `started` to `ended`."""
+
     @_builtins.property
-    def cpu_time(self) -> _duration_pb2.Duration: ...
+    def cpu_time(self) -> _duration_pb2.Duration:
+        """CPU time of all processes of the container."""
+
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As they were given."""
+
     def __init__(
         self,
         *,
@@ -502,6 +606,8 @@ Global___Record: _TypeAlias = Record  # noqa: Y015
 
 @_typing.final
 class CreateRequest(_message.Message):
+    """A container without a process."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -530,13 +636,21 @@ class CreateRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """Absolute name; needed."""
     parents: _builtins.bool
     """Make missing parents, each a create of its own."""
     request_id: _builtins.str
+    """As in LaunchRequest: a repeated one answers with the container that it
+    made.
+    """
     @_builtins.property
-    def spec(self) -> Global___SpecInput: ...
+    def spec(self) -> Global___SpecInput:
+        """Limits; none when absent. virtual_host is refused."""
+
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As in LaunchRequest."""
+
     def __init__(
         self,
         *,
@@ -556,12 +670,16 @@ Global___CreateRequest: _TypeAlias = CreateRequest  # noqa: Y015
 
 @_typing.final
 class CreateResponse(_message.Message):
+    """What was made."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTAINER_FIELD_NUMBER: _builtins.int
     PARENTS_MADE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def container(self) -> Global___Container: ...
+    def container(self) -> Global___Container:
+        """The container, with its limits in force."""
+
     @_builtins.property
     def parents_made(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the parents that this call made."""
@@ -582,6 +700,8 @@ Global___CreateResponse: _TypeAlias = CreateResponse  # noqa: Y015
 
 @_typing.final
 class DestroyRequest(_message.Message):
+    """What to end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -592,7 +712,11 @@ class DestroyRequest(_message.Message):
     force: _builtins.bool
     """Also when it has children or processes."""
     @_builtins.property
-    def budget(self) -> _duration_pb2.Duration: ...
+    def budget(self) -> _duration_pb2.Duration:
+        """What it may take; the spec's, else 10 s, when absent; 60 s at most, and
+        less than the call's deadline leaves.
+        """
+
     def __init__(
         self,
         *,
@@ -610,11 +734,15 @@ Global___DestroyRequest: _TypeAlias = DestroyRequest  # noqa: Y015
 
 @_typing.final
 class DestroyResponse(_message.Message):
+    """The end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CLEANUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def cleanup(self) -> Global___Cleanup: ...
+    def cleanup(self) -> Global___Cleanup:
+        """What was done."""
+
     def __init__(
         self,
         *,
@@ -630,6 +758,8 @@ Global___DestroyResponse: _TypeAlias = DestroyResponse  # noqa: Y015
 
 @_typing.final
 class CleanupRequest(_message.Message):
+    """What to remove: a name, or all that nothing living explains."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -638,8 +768,11 @@ class CleanupRequest(_message.Message):
     name: _builtins.str
     """Empty only with `all`."""
     all: _builtins.bool
+    """The residue of all names; without `name`."""
     @_builtins.property
-    def budget(self) -> _duration_pb2.Duration: ...
+    def budget(self) -> _duration_pb2.Duration:
+        """As in DestroyRequest."""
+
     def __init__(
         self,
         *,
@@ -657,11 +790,15 @@ Global___CleanupRequest: _TypeAlias = CleanupRequest  # noqa: Y015
 
 @_typing.final
 class CleanupResponse(_message.Message):
+    """The end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CLEANUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def cleanup(self) -> Global___Cleanup: ...
+    def cleanup(self) -> Global___Cleanup:
+        """What was done."""
+
     def __init__(
         self,
         *,
@@ -677,6 +814,8 @@ Global___CleanupResponse: _TypeAlias = CleanupResponse  # noqa: Y015
 
 @_typing.final
 class KillRequest(_message.Message):
+    """A signal."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -684,7 +823,7 @@ class KillRequest(_message.Message):
     name: _builtins.str
     """Name or id."""
     signal: _builtins.str
-    """Name or number; KILL when empty."""
+    """Name or number ("TERM", "SIGTERM", "15"); KILL when empty."""
     def __init__(
         self,
         *,
@@ -701,6 +840,8 @@ Global___KillRequest: _TypeAlias = KillRequest  # noqa: Y015
 
 @_typing.final
 class KillResponse(_message.Message):
+    """It was sent."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -716,6 +857,8 @@ Global___KillResponse: _TypeAlias = KillResponse  # noqa: Y015
 
 @_typing.final
 class WaitRequest(_message.Message):
+    """Whom to wait for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -736,11 +879,15 @@ Global___WaitRequest: _TypeAlias = WaitRequest  # noqa: Y015
 
 @_typing.final
 class WaitResponse(_message.Message):
+    """The end of the main process."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORD_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def record(self) -> Global___Record: ...
+    def record(self) -> Global___Record:
+        """How it ended."""
+
     def __init__(
         self,
         *,
@@ -756,11 +903,13 @@ Global___WaitResponse: _TypeAlias = WaitResponse  # noqa: Y015
 
 @_typing.final
 class GetRequest(_message.Message):
+    """Which one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name or id."""
+    """Name or id. A name means the living container, else the newest record."""
     def __init__(
         self,
         *,
@@ -776,11 +925,15 @@ Global___GetRequest: _TypeAlias = GetRequest  # noqa: Y015
 
 @_typing.final
 class GetResponse(_message.Message):
+    """One container."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTAINER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def container(self) -> Global___Container: ...
+    def container(self) -> Global___Container:
+        """Living, or ENDED with its record."""
+
     def __init__(
         self,
         *,
@@ -796,6 +949,8 @@ Global___GetResponse: _TypeAlias = GetResponse  # noqa: Y015
 
 @_typing.final
 class ListRequest(_message.Message):
+    """What to list, and which page of it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -836,6 +991,8 @@ Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
 
 @_typing.final
 class ListResponse(_message.Message):
+    """One page."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTAINERS_FIELD_NUMBER: _builtins.int
@@ -864,11 +1021,13 @@ Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
 
 @_typing.final
 class RemoveRequest(_message.Message):
+    """Whose records to forget."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name or id."""
+    """Name (all its records) or id (one)."""
     def __init__(
         self,
         *,
@@ -884,6 +1043,8 @@ Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
 
 @_typing.final
 class RemoveResponse(_message.Message):
+    """What was forgotten."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDS_FIELD_NUMBER: _builtins.int
@@ -914,7 +1075,9 @@ class InForce(_message.Message):
     field: _builtins.str
     """Spec field, for example "memory.limit"."""
     file: _builtins.str
+    """File of the kernel that was read."""
     value: _builtins.str
+    """What it held."""
     def __init__(
         self,
         *,
@@ -932,6 +1095,8 @@ Global___InForce: _TypeAlias = InForce  # noqa: Y015
 
 @_typing.final
 class Container(_message.Message):
+    """A container, living or ended."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     class _State:
@@ -941,11 +1106,13 @@ class Container(_message.Message):
     class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Container._State.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         STATE_UNSPECIFIED: Container._State.ValueType  # 0
+        """Not told."""
         LAUNCHING: Container._State.ValueType  # 1
         """Being made; nothing runs."""
         CREATED: Container._State.ValueType  # 2
         """Made by Create; no main process."""
         RUNNING: Container._State.ValueType  # 3
+        """Its command was executed."""
         CLOSING: Container._State.ValueType  # 4
         """Being destroyed."""
         CLEANUP_PENDING: Container._State.ValueType  # 5
@@ -955,13 +1122,17 @@ class Container(_message.Message):
         ENDED: Container._State.ValueType  # 7
         """Only the record is left."""
 
-    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Where a container is in its life."""
+
     STATE_UNSPECIFIED: Container.State.ValueType  # 0
+    """Not told."""
     LAUNCHING: Container.State.ValueType  # 1
     """Being made; nothing runs."""
     CREATED: Container.State.ValueType  # 2
     """Made by Create; no main process."""
     RUNNING: Container.State.ValueType  # 3
+    """Its command was executed."""
     CLOSING: Container.State.ValueType  # 4
     """Being destroyed."""
     CLEANUP_PENDING: Container.State.ValueType  # 5
@@ -1004,11 +1175,17 @@ class Container(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PENDING_REASON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """16 hex digits, never used again."""
     name: _builtins.str
+    """Absolute name."""
     state: Global___Container.State.ValueType
+    """Where it is in its life."""
     pid: _builtins.int
     """Of the main process; 0 = none."""
     lease_id: _builtins.str
+    """Of its streams; empty where no process was launched in it. For the ended
+    see `record`.
+    """
     pending_reason: _builtins.str
     """Why a cleanup is pending."""
     @_builtins.property
@@ -1017,18 +1194,24 @@ class Container(_message.Message):
 
     @_builtins.property
     def in_force(self) -> _containers.RepeatedCompositeFieldContainer[Global___InForce]:
-        """The values the kernel holds; empty for a record."""
+        """The values the kernel holds; empty for a record, and in List."""
 
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As they were given."""
+
     @_builtins.property
-    def created(self) -> _timestamp_pb2.Timestamp: ...
+    def created(self) -> _timestamp_pb2.Timestamp:
+        """When it was begun."""
+
     @_builtins.property
     def record(self) -> Global___Record:
-        """For the ended."""
+        """For the ended, and for one whose main process has ended."""
 
     @_builtins.property
-    def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """argv of the main process."""
+
     def __init__(
         self,
         *,
@@ -1055,6 +1238,8 @@ Global___Container: _TypeAlias = Container  # noqa: Y015
 
 @_typing.final
 class AuditRequest(_message.Message):
+    """What to do with what is found."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIX_FIELD_NUMBER: _builtins.int
@@ -1075,6 +1260,8 @@ Global___AuditRequest: _TypeAlias = AuditRequest  # noqa: Y015
 
 @_typing.final
 class AuditResponse(_message.Message):
+    """What was found."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1100,7 +1287,9 @@ class AuditResponse(_message.Message):
     FINDINGS_FIELD_NUMBER: _builtins.int
     EXAMINED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]: ...
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
+        """Empty = nothing is left of anything."""
+
     @_builtins.property
     def examined(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """How many things were looked at, by kind."""
@@ -1132,21 +1321,37 @@ class Finding(_message.Message):
     class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Finding._Kind.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         KIND_UNSPECIFIED: Finding._Kind.ValueType  # 0
+        """Not told."""
         CGROUP: Finding._Kind.ValueType  # 1
+        """A cgroup directory."""
         PROCESS: Finding._Kind.ValueType  # 2
+        """A process in a cgroup of ours."""
         DESCRIPTOR: Finding._Kind.ValueType  # 3
+        """A descriptor of a service that nothing explains."""
         SEGMENT: Finding._Kind.ValueType  # 4
+        """A log file without a lease."""
         LEASE: Finding._Kind.ValueType  # 5
+        """A lease without a container."""
         MOUNT: Finding._Kind.ValueType  # 6
+        """A mount."""
 
-    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What was left."""
+
     KIND_UNSPECIFIED: Finding.Kind.ValueType  # 0
+    """Not told."""
     CGROUP: Finding.Kind.ValueType  # 1
+    """A cgroup directory."""
     PROCESS: Finding.Kind.ValueType  # 2
+    """A process in a cgroup of ours."""
     DESCRIPTOR: Finding.Kind.ValueType  # 3
+    """A descriptor of a service that nothing explains."""
     SEGMENT: Finding.Kind.ValueType  # 4
+    """A log file without a lease."""
     LEASE: Finding.Kind.ValueType  # 5
+    """A lease without a container."""
     MOUNT: Finding.Kind.ValueType  # 6
+    """A mount."""
 
     KIND_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
@@ -1155,6 +1360,7 @@ class Finding(_message.Message):
     FIXED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     kind: Global___Finding.Kind.ValueType
+    """What it is."""
     what: _builtins.str
     """Path, "pid N (comm)", "fd N of pid M", lease id."""
     origin: _builtins.str
@@ -1162,6 +1368,7 @@ class Finding(_message.Message):
     ours: _builtins.bool
     """Made by this instance: --fix may remove it."""
     fixed: _builtins.bool
+    """It was removed."""
     error: _builtins.str
     """Why the fix did not work."""
     def __init__(

@@ -26,7 +26,13 @@ if _version_not_supported:
 
 
 class ContainerizerServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Names, limits and processes. Every name is absolute ("/a/b"), at most 16
+    levels; what names a container in a request may be its id instead. Any call
+    may fail with UNAVAILABLE and RetryInfo (reasons RECOVERING, SPAWNER_AWAY,
+    SWITCHBOARD_AWAY, SHUTTING_DOWN): nothing was done then, and it may be made
+    again. Launch and Create with a request id, and what only reads, may be made
+    again after any UNAVAILABLE.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -87,28 +93,48 @@ class ContainerizerServiceStub:
 
 
 class ContainerizerServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Names, limits and processes. Every name is absolute ("/a/b"), at most 16
+    levels; what names a container in a request may be its id instead. Any call
+    may fail with UNAVAILABLE and RetryInfo (reasons RECOVERING, SPAWNER_AWAY,
+    SWITCHBOARD_AWAY, SHUTTING_DOWN): nothing was done then, and it may be made
+    again. Launch and Create with a request id, and what only reads, may be made
+    again after any UNAVAILABLE.
+    """
 
     def Launch(self, request, context):
         """Runs a command in a new container. STARTED, EXITED, GONE in this order,
         each once. Ending the call before GONE cancels and destroys; the call's
         deadline is the run's limit. A call with the request id of a launch that is
         known joins it.
+
+        An error before STARTED means that everything is undone, or (DEADLINE_EXCEEDED,
+        CLEANUP_PENDING) that a reconciler goes on undoing it:
+        INVALID_ARGUMENT (field; line and column in a text spec; VALUE_REFUSED with
+        file, value, errno where the kernel did), UNIMPLEMENTED (FIELD_NOT_SUPPORTED),
+        ALREADY_EXISTS (NAME_TAKEN, DIRECTORY_EXISTS, REQUEST_ID_REUSED), NOT_FOUND
+        (PARENT_NOT_FOUND; EXEC_FAILED with stage and errno), PERMISSION_DENIED
+        (EXEC_FAILED), FAILED_PRECONDITION (PARENT_CLOSING, PARENT_NOT_READY),
+        RESOURCE_EXHAUSTED (CHILDREN_LIMIT, TOO_MANY_CONTAINERS, MEMORY_TOO_SMALL).
+        After EXITED: DEADLINE_EXCEEDED (CLEANUP_PENDING) instead of GONE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Create(self, request, context):
-        """Makes a container without a process, with its limits in force.
+        """Makes a container without a process, with its limits in force. Errors as
+        before STARTED of Launch; a failed one leaves nothing, parents that it made
+        included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Destroy(self, request, context):
-        """Ends a container and all below it. Answers when everything is gone, or
-        with DEADLINE_EXCEEDED when the budget is spent (cleanup goes on).
+        """Ends a container and all below it. Answers when everything is gone, or with
+        DEADLINE_EXCEEDED (CLEANUP_PENDING, a Cleanup in the details) when the
+        budget is spent; cleanup goes on. FAILED_PRECONDITION (IN_USE) without
+        `force` where something runs in it or is below it; NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,47 +143,56 @@ class ContainerizerServiceServicer:
     def Cleanup(self, request, context):
         """Removes everything of a name, in every hierarchy and every lease, whatever
         state it is in; with `all`, the residue of all names, and nothing alive.
+        Nothing to remove is no error. DEADLINE_EXCEEDED as in Destroy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Kill(self, request, context):
-        """Sends a signal to the main process of a container.
+        """Sends a signal to the main process of a container. FAILED_PRECONDITION
+        (NO_PROCESS) where none runs; NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wait(self, request, context):
-        """Waits for a container's main process; answers with its record.
+        """Waits for a container's main process; answers with its record, for an ended
+        one at once. Cleanup may still go on then. Give it a deadline, or end the
+        call: neither touches the container. NOT_FOUND; FAILED_PRECONDITION
+        (NO_PROCESS) for one made by Create.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """One container, living or recorded.
+        """One container, living or recorded. Never waits. NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What lives at or below a name, and the records of what has ended, in pages.
+        Never waits. NOT_FOUND where nothing has the name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Remove(self, request, context):
         """Forgets the record and the logs of a container that has ended.
+        FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Audit(self, request, context):
-        """Looks for residue on the machine and in both services.
+        """Looks for residue on the machine and in both services, twice, 200 ms apart.
+        UNAVAILABLE (AUDIT_INCOMPLETE) where a service did not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,7 +260,13 @@ def add_ContainerizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ContainerizerService:
-    """Missing associated documentation comment in .proto file."""
+    """Names, limits and processes. Every name is absolute ("/a/b"), at most 16
+    levels; what names a container in a request may be its id instead. Any call
+    may fail with UNAVAILABLE and RetryInfo (reasons RECOVERING, SPAWNER_AWAY,
+    SWITCHBOARD_AWAY, SHUTTING_DOWN): nothing was done then, and it may be made
+    again. Launch and Create with a request id, and what only reads, may be made
+    again after any UNAVAILABLE.
+    """
 
     @staticmethod
     def Launch(request,

@@ -30,6 +30,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ContainerizerServiceStub:
+    """Names, limits and processes. Every name is absolute ("/a/b"), at most 16
+    levels; what names a container in a request may be its id instead. Any call
+    may fail with UNAVAILABLE and RetryInfo (reasons RECOVERING, SPAWNER_AWAY,
+    SWITCHBOARD_AWAY, SHUTTING_DOWN): nothing was done then, and it may be made
+    again. Launch and Create with a request id, and what only reads, may be made
+    again after any UNAVAILABLE.
+    """
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -39,61 +47,135 @@ class ContainerizerServiceStub:
     each once. Ending the call before GONE cancels and destroys; the call's
     deadline is the run's limit. A call with the request id of a launch that is
     known joins it.
+
+    An error before STARTED means that everything is undone, or (DEADLINE_EXCEEDED,
+    CLEANUP_PENDING) that a reconciler goes on undoing it:
+    INVALID_ARGUMENT (field; line and column in a text spec; VALUE_REFUSED with
+    file, value, errno where the kernel did), UNIMPLEMENTED (FIELD_NOT_SUPPORTED),
+    ALREADY_EXISTS (NAME_TAKEN, DIRECTORY_EXISTS, REQUEST_ID_REUSED), NOT_FOUND
+    (PARENT_NOT_FOUND; EXEC_FAILED with stage and errno), PERMISSION_DENIED
+    (EXEC_FAILED), FAILED_PRECONDITION (PARENT_CLOSING, PARENT_NOT_READY),
+    RESOURCE_EXHAUSTED (CHILDREN_LIMIT, TOO_MANY_CONTAINERS, MEMORY_TOO_SMALL).
+    After EXITED: DEADLINE_EXCEEDED (CLEANUP_PENDING) instead of GONE.
     """
     Create: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.CreateRequest, _containerizer_pb2.CreateResponse]
-    """Makes a container without a process, with its limits in force."""
+    """Makes a container without a process, with its limits in force. Errors as
+    before STARTED of Launch; a failed one leaves nothing, parents that it made
+    included.
+    """
     Destroy: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.DestroyRequest, _containerizer_pb2.DestroyResponse]
-    """Ends a container and all below it. Answers when everything is gone, or
-    with DEADLINE_EXCEEDED when the budget is spent (cleanup goes on).
+    """Ends a container and all below it. Answers when everything is gone, or with
+    DEADLINE_EXCEEDED (CLEANUP_PENDING, a Cleanup in the details) when the
+    budget is spent; cleanup goes on. FAILED_PRECONDITION (IN_USE) without
+    `force` where something runs in it or is below it; NOT_FOUND.
     """
     Cleanup: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.CleanupRequest, _containerizer_pb2.CleanupResponse]
     """Removes everything of a name, in every hierarchy and every lease, whatever
     state it is in; with `all`, the residue of all names, and nothing alive.
+    Nothing to remove is no error. DEADLINE_EXCEEDED as in Destroy.
     """
     Kill: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.KillRequest, _containerizer_pb2.KillResponse]
-    """Sends a signal to the main process of a container."""
+    """Sends a signal to the main process of a container. FAILED_PRECONDITION
+    (NO_PROCESS) where none runs; NOT_FOUND.
+    """
     Wait: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.WaitRequest, _containerizer_pb2.WaitResponse]
-    """Waits for a container's main process; answers with its record."""
+    """Waits for a container's main process; answers with its record, for an ended
+    one at once. Cleanup may still go on then. Give it a deadline, or end the
+    call: neither touches the container. NOT_FOUND; FAILED_PRECONDITION
+    (NO_PROCESS) for one made by Create.
+    """
     Get: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.GetRequest, _containerizer_pb2.GetResponse]
-    """One container, living or recorded."""
+    """One container, living or recorded. Never waits. NOT_FOUND."""
     List: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.ListRequest, _containerizer_pb2.ListResponse]
+    """What lives at or below a name, and the records of what has ended, in pages.
+    Never waits. NOT_FOUND where nothing has the name.
+    """
     Remove: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.RemoveRequest, _containerizer_pb2.RemoveResponse]
-    """Forgets the record and the logs of a container that has ended."""
+    """Forgets the record and the logs of a container that has ended.
+    FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
+    """
     Audit: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.AuditRequest, _containerizer_pb2.AuditResponse]
-    """Looks for residue on the machine and in both services."""
+    """Looks for residue on the machine and in both services, twice, 200 ms apart.
+    UNAVAILABLE (AUDIT_INCOMPLETE) where a service did not answer.
+    """
 
 @_typing.type_check_only
 class ContainerizerServiceAsyncStub(ContainerizerServiceStub):
+    """Names, limits and processes. Every name is absolute ("/a/b"), at most 16
+    levels; what names a container in a request may be its id instead. Any call
+    may fail with UNAVAILABLE and RetryInfo (reasons RECOVERING, SPAWNER_AWAY,
+    SWITCHBOARD_AWAY, SHUTTING_DOWN): nothing was done then, and it may be made
+    again. Launch and Create with a request id, and what only reads, may be made
+    again after any UNAVAILABLE.
+    """
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Launch: _aio.UnaryStreamMultiCallable[_containerizer_pb2.LaunchRequest, _containerizer_pb2.LaunchResponse]  # type: ignore[assignment]
     """Runs a command in a new container. STARTED, EXITED, GONE in this order,
     each once. Ending the call before GONE cancels and destroys; the call's
     deadline is the run's limit. A call with the request id of a launch that is
     known joins it.
+
+    An error before STARTED means that everything is undone, or (DEADLINE_EXCEEDED,
+    CLEANUP_PENDING) that a reconciler goes on undoing it:
+    INVALID_ARGUMENT (field; line and column in a text spec; VALUE_REFUSED with
+    file, value, errno where the kernel did), UNIMPLEMENTED (FIELD_NOT_SUPPORTED),
+    ALREADY_EXISTS (NAME_TAKEN, DIRECTORY_EXISTS, REQUEST_ID_REUSED), NOT_FOUND
+    (PARENT_NOT_FOUND; EXEC_FAILED with stage and errno), PERMISSION_DENIED
+    (EXEC_FAILED), FAILED_PRECONDITION (PARENT_CLOSING, PARENT_NOT_READY),
+    RESOURCE_EXHAUSTED (CHILDREN_LIMIT, TOO_MANY_CONTAINERS, MEMORY_TOO_SMALL).
+    After EXITED: DEADLINE_EXCEEDED (CLEANUP_PENDING) instead of GONE.
     """
     Create: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.CreateRequest, _containerizer_pb2.CreateResponse]  # type: ignore[assignment]
-    """Makes a container without a process, with its limits in force."""
+    """Makes a container without a process, with its limits in force. Errors as
+    before STARTED of Launch; a failed one leaves nothing, parents that it made
+    included.
+    """
     Destroy: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.DestroyRequest, _containerizer_pb2.DestroyResponse]  # type: ignore[assignment]
-    """Ends a container and all below it. Answers when everything is gone, or
-    with DEADLINE_EXCEEDED when the budget is spent (cleanup goes on).
+    """Ends a container and all below it. Answers when everything is gone, or with
+    DEADLINE_EXCEEDED (CLEANUP_PENDING, a Cleanup in the details) when the
+    budget is spent; cleanup goes on. FAILED_PRECONDITION (IN_USE) without
+    `force` where something runs in it or is below it; NOT_FOUND.
     """
     Cleanup: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.CleanupRequest, _containerizer_pb2.CleanupResponse]  # type: ignore[assignment]
     """Removes everything of a name, in every hierarchy and every lease, whatever
     state it is in; with `all`, the residue of all names, and nothing alive.
+    Nothing to remove is no error. DEADLINE_EXCEEDED as in Destroy.
     """
     Kill: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.KillRequest, _containerizer_pb2.KillResponse]  # type: ignore[assignment]
-    """Sends a signal to the main process of a container."""
+    """Sends a signal to the main process of a container. FAILED_PRECONDITION
+    (NO_PROCESS) where none runs; NOT_FOUND.
+    """
     Wait: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.WaitRequest, _containerizer_pb2.WaitResponse]  # type: ignore[assignment]
-    """Waits for a container's main process; answers with its record."""
+    """Waits for a container's main process; answers with its record, for an ended
+    one at once. Cleanup may still go on then. Give it a deadline, or end the
+    call: neither touches the container. NOT_FOUND; FAILED_PRECONDITION
+    (NO_PROCESS) for one made by Create.
+    """
     Get: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.GetRequest, _containerizer_pb2.GetResponse]  # type: ignore[assignment]
-    """One container, living or recorded."""
+    """One container, living or recorded. Never waits. NOT_FOUND."""
     List: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.ListRequest, _containerizer_pb2.ListResponse]  # type: ignore[assignment]
+    """What lives at or below a name, and the records of what has ended, in pages.
+    Never waits. NOT_FOUND where nothing has the name.
+    """
     Remove: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.RemoveRequest, _containerizer_pb2.RemoveResponse]  # type: ignore[assignment]
-    """Forgets the record and the logs of a container that has ended."""
+    """Forgets the record and the logs of a container that has ended.
+    FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
+    """
     Audit: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.AuditRequest, _containerizer_pb2.AuditResponse]  # type: ignore[assignment]
-    """Looks for residue on the machine and in both services."""
+    """Looks for residue on the machine and in both services, twice, 200 ms apart.
+    UNAVAILABLE (AUDIT_INCOMPLETE) where a service did not answer.
+    """
 
 class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Names, limits and processes. Every name is absolute ("/a/b"), at most 16
+    levels; what names a container in a request may be its id instead. Any call
+    may fail with UNAVAILABLE and RetryInfo (reasons RECOVERING, SPAWNER_AWAY,
+    SWITCHBOARD_AWAY, SHUTTING_DOWN): nothing was done then, and it may be made
+    again. Launch and Create with a request id, and what only reads, may be made
+    again after any UNAVAILABLE.
+    """
+
     @_abc_1.abstractmethod
     def Launch(
         self,
@@ -104,6 +186,16 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         each once. Ending the call before GONE cancels and destroys; the call's
         deadline is the run's limit. A call with the request id of a launch that is
         known joins it.
+
+        An error before STARTED means that everything is undone, or (DEADLINE_EXCEEDED,
+        CLEANUP_PENDING) that a reconciler goes on undoing it:
+        INVALID_ARGUMENT (field; line and column in a text spec; VALUE_REFUSED with
+        file, value, errno where the kernel did), UNIMPLEMENTED (FIELD_NOT_SUPPORTED),
+        ALREADY_EXISTS (NAME_TAKEN, DIRECTORY_EXISTS, REQUEST_ID_REUSED), NOT_FOUND
+        (PARENT_NOT_FOUND; EXEC_FAILED with stage and errno), PERMISSION_DENIED
+        (EXEC_FAILED), FAILED_PRECONDITION (PARENT_CLOSING, PARENT_NOT_READY),
+        RESOURCE_EXHAUSTED (CHILDREN_LIMIT, TOO_MANY_CONTAINERS, MEMORY_TOO_SMALL).
+        After EXITED: DEADLINE_EXCEEDED (CLEANUP_PENDING) instead of GONE.
         """
 
     @_abc_1.abstractmethod
@@ -112,7 +204,10 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.CreateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.CreateResponse, _abc.Awaitable[_containerizer_pb2.CreateResponse]]:
-        """Makes a container without a process, with its limits in force."""
+        """Makes a container without a process, with its limits in force. Errors as
+        before STARTED of Launch; a failed one leaves nothing, parents that it made
+        included.
+        """
 
     @_abc_1.abstractmethod
     def Destroy(
@@ -120,8 +215,10 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.DestroyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.DestroyResponse, _abc.Awaitable[_containerizer_pb2.DestroyResponse]]:
-        """Ends a container and all below it. Answers when everything is gone, or
-        with DEADLINE_EXCEEDED when the budget is spent (cleanup goes on).
+        """Ends a container and all below it. Answers when everything is gone, or with
+        DEADLINE_EXCEEDED (CLEANUP_PENDING, a Cleanup in the details) when the
+        budget is spent; cleanup goes on. FAILED_PRECONDITION (IN_USE) without
+        `force` where something runs in it or is below it; NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -132,6 +229,7 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_containerizer_pb2.CleanupResponse, _abc.Awaitable[_containerizer_pb2.CleanupResponse]]:
         """Removes everything of a name, in every hierarchy and every lease, whatever
         state it is in; with `all`, the residue of all names, and nothing alive.
+        Nothing to remove is no error. DEADLINE_EXCEEDED as in Destroy.
         """
 
     @_abc_1.abstractmethod
@@ -140,7 +238,9 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.KillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.KillResponse, _abc.Awaitable[_containerizer_pb2.KillResponse]]:
-        """Sends a signal to the main process of a container."""
+        """Sends a signal to the main process of a container. FAILED_PRECONDITION
+        (NO_PROCESS) where none runs; NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def Wait(
@@ -148,7 +248,11 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.WaitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.WaitResponse, _abc.Awaitable[_containerizer_pb2.WaitResponse]]:
-        """Waits for a container's main process; answers with its record."""
+        """Waits for a container's main process; answers with its record, for an ended
+        one at once. Cleanup may still go on then. Give it a deadline, or end the
+        call: neither touches the container. NOT_FOUND; FAILED_PRECONDITION
+        (NO_PROCESS) for one made by Create.
+        """
 
     @_abc_1.abstractmethod
     def Get(
@@ -156,14 +260,17 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.GetResponse, _abc.Awaitable[_containerizer_pb2.GetResponse]]:
-        """One container, living or recorded."""
+        """One container, living or recorded. Never waits. NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def List(
         self,
         request: _containerizer_pb2.ListRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_containerizer_pb2.ListResponse, _abc.Awaitable[_containerizer_pb2.ListResponse]]: ...
+    ) -> _typing.Union[_containerizer_pb2.ListResponse, _abc.Awaitable[_containerizer_pb2.ListResponse]]:
+        """What lives at or below a name, and the records of what has ended, in pages.
+        Never waits. NOT_FOUND where nothing has the name.
+        """
 
     @_abc_1.abstractmethod
     def Remove(
@@ -171,7 +278,9 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.RemoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.RemoveResponse, _abc.Awaitable[_containerizer_pb2.RemoveResponse]]:
-        """Forgets the record and the logs of a container that has ended."""
+        """Forgets the record and the logs of a container that has ended.
+        FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def Audit(
@@ -179,6 +288,8 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _containerizer_pb2.AuditRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_containerizer_pb2.AuditResponse, _abc.Awaitable[_containerizer_pb2.AuditResponse]]:
-        """Looks for residue on the machine and in both services."""
+        """Looks for residue on the machine and in both services, twice, 200 ms apart.
+        UNAVAILABLE (AUDIT_INCOMPLETE) where a service did not answer.
+        """
 
 def add_ContainerizerServiceServicer_to_server(servicer: ContainerizerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

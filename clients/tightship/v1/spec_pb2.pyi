@@ -3,8 +3,11 @@
 isort:skip_file
 The container spec: lmctfy's vocabulary, kept, so that a text spec written
 for it parses here and means the same. A field that this kernel or backend
-can't honour is refused with UNIMPLEMENTED naming the field, never ignored.
-Presence matters everywhere: an absent field is "not asked for".
+can't honour is refused with UNIMPLEMENTED (reason FIELD_NOT_SUPPORTED)
+naming the field, never ignored; "not honoured yet" marks those of which no
+machine is. Values out of range are INVALID_ARGUMENT (reason OUT_OF_RANGE)
+naming the field. Presence matters everywhere: an absent field is "not asked
+for", and leaves the kernel's default.
 """
 
 from collections import abc as _abc
@@ -31,19 +34,29 @@ class _SchedulingLatency:
 class _SchedulingLatencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SchedulingLatency.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SCHEDULING_LATENCY_UNSPECIFIED: _SchedulingLatency.ValueType  # 0
+    """Not a value: INVALID_ARGUMENT where given."""
     BEST_EFFORT: _SchedulingLatency.ValueType  # 1
+    """Runs when nothing else wants to (cpu.idle)."""
     NORMAL: _SchedulingLatency.ValueType  # 2
+    """The kernel's default."""
     PRIORITY: _SchedulingLatency.ValueType  # 3
+    """Not honoured yet."""
     PREMIER: _SchedulingLatency.ValueType  # 4
+    """Not honoured yet."""
 
 class SchedulingLatency(_SchedulingLatency, metaclass=_SchedulingLatencyEnumTypeWrapper):
     """How soon a runnable task gets a CPU."""
 
 SCHEDULING_LATENCY_UNSPECIFIED: SchedulingLatency.ValueType  # 0
+"""Not a value: INVALID_ARGUMENT where given."""
 BEST_EFFORT: SchedulingLatency.ValueType  # 1
+"""Runs when nothing else wants to (cpu.idle)."""
 NORMAL: SchedulingLatency.ValueType  # 2
+"""The kernel's default."""
 PRIORITY: SchedulingLatency.ValueType  # 3
+"""Not honoured yet."""
 PREMIER: SchedulingLatency.ValueType  # 4
+"""Not honoured yet."""
 Global___SchedulingLatency: _TypeAlias = SchedulingLatency  # noqa: Y015
 
 @_typing.final
@@ -66,31 +79,53 @@ class ContainerSpec(_message.Message):
     SECURITY_FIELD_NUMBER: _builtins.int
     LIFECYCLE_FIELD_NUMBER: _builtins.int
     owner: _builtins.int
-    """uid that may manage the container's directories."""
+    """uid that may manage the container's directories: 0 to 4294967294."""
     owner_group: _builtins.int
-    """gid that may manage the container's directories."""
+    """gid that may manage the container's directories: 0 to 4294967294."""
     children_limit: _builtins.int
-    """Most sub-containers, at any depth."""
+    """Most sub-containers, at any depth; 0 = none. Over it a Launch or Create is
+    RESOURCE_EXHAUSTED, reason CHILDREN_LIMIT.
+    """
     @_builtins.property
-    def cpu(self) -> Global___CpuSpec: ...
+    def cpu(self) -> Global___CpuSpec:
+        """CPU time and placement."""
+
     @_builtins.property
-    def memory(self) -> Global___MemorySpec: ...
+    def memory(self) -> Global___MemorySpec:
+        """Memory and swap."""
+
     @_builtins.property
-    def blockio(self) -> Global___BlockIoSpec: ...
+    def blockio(self) -> Global___BlockIoSpec:
+        """Block devices. Not honoured yet."""
+
     @_builtins.property
-    def tasks(self) -> Global___TasksSpec: ...
+    def tasks(self) -> Global___TasksSpec:
+        """Number of tasks."""
+
     @_builtins.property
-    def device(self) -> Global___DeviceSpec: ...
+    def device(self) -> Global___DeviceSpec:
+        """Access to device nodes. Not honoured yet."""
+
     @_builtins.property
-    def filesystem(self) -> Global___FilesystemSpec: ...
+    def filesystem(self) -> Global___FilesystemSpec:
+        """Files and mounts. Not honoured yet."""
+
     @_builtins.property
-    def virtual_host(self) -> Global___VirtualHostSpec: ...
+    def virtual_host(self) -> Global___VirtualHostSpec:
+        """Present = own pid, mount, ipc and uts namespaces. For a Launch alone."""
+
     @_builtins.property
-    def monitoring(self) -> Global___MonitoringSpec: ...
+    def monitoring(self) -> Global___MonitoringSpec:
+        """Counters. Not honoured yet."""
+
     @_builtins.property
-    def security(self) -> Global___SecuritySpec: ...
+    def security(self) -> Global___SecuritySpec:
+        """User, capabilities and filters. Not honoured yet."""
+
     @_builtins.property
-    def lifecycle(self) -> Global___LifecycleSpec: ...
+    def lifecycle(self) -> Global___LifecycleSpec:
+        """How the container ends."""
+
     def __init__(
         self,
         *,
@@ -129,6 +164,8 @@ Global___ContainerSpec: _TypeAlias = ContainerSpec  # noqa: Y015
 
 @_typing.final
 class CpuSpec(_message.Message):
+    """CPU time and placement."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
@@ -136,12 +173,15 @@ class CpuSpec(_message.Message):
     SCHEDULING_LATENCY_FIELD_NUMBER: _builtins.int
     MASK_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """Guaranteed share in milli-CPU; 1000 = one CPU."""
+    """Guaranteed share in milli-CPU, 0 to 256000; 1000 = one CPU."""
     max_limit: _builtins.int
     """Hard cap in milli-CPU, at least 10."""
     scheduling_latency: Global___SchedulingLatency.ValueType
+    """How soon a runnable task gets a CPU."""
     @_builtins.property
-    def mask(self) -> Global___CpuMask: ...
+    def mask(self) -> Global___CpuMask:
+        """CPUs that may be used; all when absent."""
+
     def __init__(
         self,
         *,
@@ -171,12 +211,16 @@ Global___CpuSpec: _TypeAlias = CpuSpec  # noqa: Y015
 
 @_typing.final
 class CpuMask(_message.Message):
+    """A set of CPUs."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def data(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Bitmap of CPUs, most significant word first: `data: 3` is CPUs 0 and 1."""
+        """Bitmap of CPUs, most significant word first: `data: 3` is CPUs 0 and 1. At
+        most 128 words; a CPU that the machine lacks is INVALID_ARGUMENT.
+        """
 
     def __init__(
         self,
@@ -193,6 +237,8 @@ Global___CpuMask: _TypeAlias = CpuMask  # noqa: Y015
 
 @_typing.final
 class MemorySpec(_message.Message):
+    """Memory and swap."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
@@ -210,23 +256,31 @@ class MemorySpec(_message.Message):
     limit: _builtins.int
     """Bytes; -1 = unlimited."""
     max_limit: _builtins.int
-    """Bytes: above limit throttled, above max_limit killed."""
+    """Bytes: above limit throttled, above max_limit killed. Not honoured yet."""
     swap_limit: _builtins.int
     """Bytes of memory plus swap; -1 = unlimited."""
     swap_only: _builtins.int
-    """Bytes of swap alone."""
+    """Bytes of swap alone, above `limit`, which it needs; excludes swap_limit."""
     reservation: _builtins.int
     """Bytes reclaimed last."""
     eviction_priority: _builtins.int
     """0 to 10000, higher = evicted later; 5000 when absent."""
     hugetlbfs_path: _builtins.str
+    """Where huge pages are mounted. Not honoured yet."""
     compression_sampling_ratio: _builtins.int
+    """Not honoured yet."""
     stale_page_age: _builtins.int
+    """Not honoured yet."""
     kmem_charge_usage: _builtins.bool
+    """Not honoured yet."""
     @_builtins.property
-    def dirty(self) -> Global___DirtySpec: ...
+    def dirty(self) -> Global___DirtySpec:
+        """Write-back. Not honoured yet."""
+
     @_builtins.property
-    def tmpfs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TmpfsSpec]: ...
+    def tmpfs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TmpfsSpec]:
+        """File systems in memory. Not honoured yet."""
+
     def __init__(
         self,
         *,
@@ -292,6 +346,8 @@ Global___MemorySpec: _TypeAlias = MemorySpec  # noqa: Y015
 
 @_typing.final
 class DirtySpec(_message.Message):
+    """Write-back of dirty pages. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RATIO_FIELD_NUMBER: _builtins.int
@@ -299,9 +355,13 @@ class DirtySpec(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     BACKGROUND_LIMIT_FIELD_NUMBER: _builtins.int
     ratio: _builtins.int
+    """Percent of memory."""
     background_ratio: _builtins.int
+    """Percent of memory at which write-back begins."""
     limit: _builtins.int
+    """Bytes."""
     background_limit: _builtins.int
+    """Bytes at which write-back begins."""
     def __init__(
         self,
         *,
@@ -335,12 +395,16 @@ Global___DirtySpec: _TypeAlias = DirtySpec  # noqa: Y015
 
 @_typing.final
 class TmpfsSpec(_message.Message):
+    """A file system in memory. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
+    """Where it is mounted."""
     size: _builtins.int
+    """Bytes."""
     def __init__(
         self,
         *,
@@ -364,11 +428,13 @@ Global___TmpfsSpec: _TypeAlias = TmpfsSpec  # noqa: Y015
 
 @_typing.final
 class TasksSpec(_message.Message):
+    """Number of tasks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """Processes and threads together."""
+    """Processes and threads together; -1 = unlimited. 0 is refused for a Launch."""
     def __init__(
         self,
         *,
@@ -386,12 +452,16 @@ Global___TasksSpec: _TypeAlias = TasksSpec  # noqa: Y015
 
 @_typing.final
 class Device(_message.Message):
+    """A device node's number."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MAJOR_FIELD_NUMBER: _builtins.int
     MINOR_FIELD_NUMBER: _builtins.int
     major: _builtins.int
+    """Major number."""
     minor: _builtins.int
+    """Minor number."""
     def __init__(
         self,
         *,
@@ -415,6 +485,8 @@ Global___Device: _TypeAlias = Device  # noqa: Y015
 
 @_typing.final
 class BlockIoSpec(_message.Message):
+    """Block devices. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     class _OpType:
@@ -424,13 +496,21 @@ class BlockIoSpec(_message.Message):
     class _OpTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[BlockIoSpec._OpType.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OP_TYPE_UNSPECIFIED: BlockIoSpec._OpType.ValueType  # 0
+        """Not a value."""
         READ: BlockIoSpec._OpType.ValueType  # 1
+        """Reads."""
         WRITE: BlockIoSpec._OpType.ValueType  # 2
+        """Writes."""
 
-    class OpType(_OpType, metaclass=_OpTypeEnumTypeWrapper): ...
+    class OpType(_OpType, metaclass=_OpTypeEnumTypeWrapper):
+        """What is capped."""
+
     OP_TYPE_UNSPECIFIED: BlockIoSpec.OpType.ValueType  # 0
+    """Not a value."""
     READ: BlockIoSpec.OpType.ValueType  # 1
+    """Reads."""
     WRITE: BlockIoSpec.OpType.ValueType  # 2
+    """Writes."""
 
     class _LimitType:
         ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -439,24 +519,36 @@ class BlockIoSpec(_message.Message):
     class _LimitTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[BlockIoSpec._LimitType.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         LIMIT_TYPE_UNSPECIFIED: BlockIoSpec._LimitType.ValueType  # 0
+        """Not a value."""
         BYTES_PER_SECOND: BlockIoSpec._LimitType.ValueType  # 1
+        """Bytes in a second."""
         IO_PER_SECOND: BlockIoSpec._LimitType.ValueType  # 2
+        """Operations in a second."""
 
-    class LimitType(_LimitType, metaclass=_LimitTypeEnumTypeWrapper): ...
+    class LimitType(_LimitType, metaclass=_LimitTypeEnumTypeWrapper):
+        """The unit of a cap."""
+
     LIMIT_TYPE_UNSPECIFIED: BlockIoSpec.LimitType.ValueType  # 0
+    """Not a value."""
     BYTES_PER_SECOND: BlockIoSpec.LimitType.ValueType  # 1
+    """Bytes in a second."""
     IO_PER_SECOND: BlockIoSpec.LimitType.ValueType  # 2
+    """Operations in a second."""
 
     @_typing.final
     class DeviceLimitSet(_message.Message):
+        """Shares of the devices' time."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         DEFAULT_LIMIT_FIELD_NUMBER: _builtins.int
         DEVICE_LIMITS_FIELD_NUMBER: _builtins.int
         default_limit: _builtins.int
-        """Percent of the device's time, 1 to 100."""
+        """Percent of the device's time, 1 to 100, where the device has none below."""
         @_builtins.property
-        def device_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIoSpec.DeviceLimit]: ...
+        def device_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIoSpec.DeviceLimit]:
+            """For single devices."""
+
         def __init__(
             self,
             *,
@@ -473,13 +565,18 @@ class BlockIoSpec(_message.Message):
 
     @_typing.final
     class DeviceLimit(_message.Message):
+        """A limit of one device."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         DEVICE_FIELD_NUMBER: _builtins.int
         LIMIT_FIELD_NUMBER: _builtins.int
         limit: _builtins.int
+        """In the unit of what contains this."""
         @_builtins.property
-        def device(self) -> Global___Device: ...
+        def device(self) -> Global___Device:
+            """The device."""
+
         def __init__(
             self,
             *,
@@ -496,11 +593,15 @@ class BlockIoSpec(_message.Message):
 
     @_typing.final
     class MaxDeviceLimitSet(_message.Message):
+        """Hard caps."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         MAX_LIMITS_FIELD_NUMBER: _builtins.int
         @_builtins.property
-        def max_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIoSpec.MaxLimit]: ...
+        def max_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIoSpec.MaxLimit]:
+            """One for each operation and unit."""
+
         def __init__(
             self,
             *,
@@ -514,15 +615,21 @@ class BlockIoSpec(_message.Message):
 
     @_typing.final
     class MaxLimit(_message.Message):
+        """Hard caps of one operation in one unit."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         LIMITS_FIELD_NUMBER: _builtins.int
         OP_TYPE_FIELD_NUMBER: _builtins.int
         LIMIT_TYPE_FIELD_NUMBER: _builtins.int
         op_type: Global___BlockIoSpec.OpType.ValueType
+        """What is capped."""
         limit_type: Global___BlockIoSpec.LimitType.ValueType
+        """The unit."""
         @_builtins.property
-        def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIoSpec.DeviceLimit]: ...
+        def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIoSpec.DeviceLimit]:
+            """For single devices."""
+
         def __init__(
             self,
             *,
@@ -546,9 +653,13 @@ class BlockIoSpec(_message.Message):
     DEVICE_LIMIT_SET_FIELD_NUMBER: _builtins.int
     MAX_DEVICE_LIMIT_SET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def device_limit_set(self) -> Global___BlockIoSpec.DeviceLimitSet: ...
+    def device_limit_set(self) -> Global___BlockIoSpec.DeviceLimitSet:
+        """Shares of the devices' time."""
+
     @_builtins.property
-    def max_device_limit_set(self) -> Global___BlockIoSpec.MaxDeviceLimitSet: ...
+    def max_device_limit_set(self) -> Global___BlockIoSpec.MaxDeviceLimitSet:
+        """Hard caps."""
+
     def __init__(
         self,
         *,
@@ -565,6 +676,8 @@ Global___BlockIoSpec: _TypeAlias = BlockIoSpec  # noqa: Y015
 
 @_typing.final
 class DeviceSpec(_message.Message):
+    """Access to device nodes. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     class _Permission:
@@ -574,13 +687,21 @@ class DeviceSpec(_message.Message):
     class _PermissionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[DeviceSpec._Permission.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         PERMISSION_UNSPECIFIED: DeviceSpec._Permission.ValueType  # 0
+        """Not a value."""
         ALLOW: DeviceSpec._Permission.ValueType  # 1
+        """Allows."""
         DENY: DeviceSpec._Permission.ValueType  # 2
+        """Denies."""
 
-    class Permission(_Permission, metaclass=_PermissionEnumTypeWrapper): ...
+    class Permission(_Permission, metaclass=_PermissionEnumTypeWrapper):
+        """Whether a rule allows or denies."""
+
     PERMISSION_UNSPECIFIED: DeviceSpec.Permission.ValueType  # 0
+    """Not a value."""
     ALLOW: DeviceSpec.Permission.ValueType  # 1
+    """Allows."""
     DENY: DeviceSpec.Permission.ValueType  # 2
+    """Denies."""
 
     class _Type:
         ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -589,15 +710,25 @@ class DeviceSpec(_message.Message):
     class _TypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[DeviceSpec._Type.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         TYPE_UNSPECIFIED: DeviceSpec._Type.ValueType  # 0
+        """Not a value."""
         DEVICE_CHAR: DeviceSpec._Type.ValueType  # 1
+        """Character devices."""
         DEVICE_BLOCK: DeviceSpec._Type.ValueType  # 2
+        """Block devices."""
         DEVICE_ALL: DeviceSpec._Type.ValueType  # 3
+        """Both."""
 
-    class Type(_Type, metaclass=_TypeEnumTypeWrapper): ...
+    class Type(_Type, metaclass=_TypeEnumTypeWrapper):
+        """Kind of device."""
+
     TYPE_UNSPECIFIED: DeviceSpec.Type.ValueType  # 0
+    """Not a value."""
     DEVICE_CHAR: DeviceSpec.Type.ValueType  # 1
+    """Character devices."""
     DEVICE_BLOCK: DeviceSpec.Type.ValueType  # 2
+    """Block devices."""
     DEVICE_ALL: DeviceSpec.Type.ValueType  # 3
+    """Both."""
 
     class _Access:
         ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -606,18 +737,30 @@ class DeviceSpec(_message.Message):
     class _AccessEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[DeviceSpec._Access.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         ACCESS_UNSPECIFIED: DeviceSpec._Access.ValueType  # 0
+        """Not a value."""
         READ: DeviceSpec._Access.ValueType  # 1
+        """Open for reading."""
         WRITE: DeviceSpec._Access.ValueType  # 2
+        """Open for writing."""
         MKNOD: DeviceSpec._Access.ValueType  # 3
+        """Make its node."""
 
-    class Access(_Access, metaclass=_AccessEnumTypeWrapper): ...
+    class Access(_Access, metaclass=_AccessEnumTypeWrapper):
+        """What may be done with a device."""
+
     ACCESS_UNSPECIFIED: DeviceSpec.Access.ValueType  # 0
+    """Not a value."""
     READ: DeviceSpec.Access.ValueType  # 1
+    """Open for reading."""
     WRITE: DeviceSpec.Access.ValueType  # 2
+    """Open for writing."""
     MKNOD: DeviceSpec.Access.ValueType  # 3
+    """Make its node."""
 
     @_typing.final
     class DeviceRestrictionsSet(_message.Message):
+        """Rules, the later ones over the earlier."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         RESTRICTIONS_FIELD_NUMBER: _builtins.int
@@ -638,6 +781,8 @@ class DeviceSpec(_message.Message):
 
     @_typing.final
     class DeviceRestrictions(_message.Message):
+        """One rule."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         PERMISSION_FIELD_NUMBER: _builtins.int
@@ -646,12 +791,17 @@ class DeviceSpec(_message.Message):
         MAJOR_FIELD_NUMBER: _builtins.int
         MINOR_FIELD_NUMBER: _builtins.int
         permission: Global___DeviceSpec.Permission.ValueType
+        """Whether it allows or denies."""
         type: Global___DeviceSpec.Type.ValueType
+        """Kind of device."""
         major: _builtins.int
+        """Absent = any."""
         minor: _builtins.int
         """Absent = any."""
         @_builtins.property
-        def access(self) -> _containers.RepeatedScalarFieldContainer[Global___DeviceSpec.Access.ValueType]: ...
+        def access(self) -> _containers.RepeatedScalarFieldContainer[Global___DeviceSpec.Access.ValueType]:
+            """What is allowed or denied."""
+
         def __init__(
             self,
             *,
@@ -684,7 +834,9 @@ class DeviceSpec(_message.Message):
 
     RESTRICTIONS_SET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def restrictions_set(self) -> Global___DeviceSpec.DeviceRestrictionsSet: ...
+    def restrictions_set(self) -> Global___DeviceSpec.DeviceRestrictionsSet:
+        """The rules."""
+
     def __init__(
         self,
         *,
@@ -700,15 +852,21 @@ Global___DeviceSpec: _TypeAlias = DeviceSpec  # noqa: Y015
 
 @_typing.final
 class FilesystemSpec(_message.Message):
+    """Files and mounts. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Mounts(_message.Message):
+        """What is mounted, in order."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         MOUNT_FIELD_NUMBER: _builtins.int
         @_builtins.property
-        def mount(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilesystemSpec.Mount]: ...
+        def mount(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilesystemSpec.Mount]:
+            """One after the other."""
+
         def __init__(
             self,
             *,
@@ -722,6 +880,8 @@ class FilesystemSpec(_message.Message):
 
     @_typing.final
     class Mount(_message.Message):
+        """One bind mount."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         SOURCE_FIELD_NUMBER: _builtins.int
@@ -729,9 +889,13 @@ class FilesystemSpec(_message.Message):
         READ_ONLY_FIELD_NUMBER: _builtins.int
         PRIVATE_FIELD_NUMBER: _builtins.int
         source: _builtins.str
+        """Path on the host."""
         target: _builtins.str
+        """Path in the container."""
         read_only: _builtins.bool
+        """No writes through it."""
         private: _builtins.bool
+        """Mounts below it don't propagate."""
         def __init__(
             self,
             *,
@@ -767,8 +931,11 @@ class FilesystemSpec(_message.Message):
     fd_limit: _builtins.int
     """Open files per process."""
     rootfs: _builtins.str
+    """Directory that becomes /."""
     @_builtins.property
-    def mounts(self) -> Global___FilesystemSpec.Mounts: ...
+    def mounts(self) -> Global___FilesystemSpec.Mounts:
+        """What is mounted."""
+
     def __init__(
         self,
         *,
@@ -799,11 +966,15 @@ class VirtualHostSpec(_message.Message):
 
     @_typing.final
     class InitSpec(_message.Message):
+        """The first process. Not honoured yet."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         INIT_ARGV_FIELD_NUMBER: _builtins.int
         @_builtins.property
-        def init_argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+        def init_argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """Its command."""
+
         def __init__(
             self,
             *,
@@ -817,6 +988,8 @@ class VirtualHostSpec(_message.Message):
 
     @_typing.final
     class NetworkSpec(_message.Message):
+        """Own network namespace."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         def __init__(
@@ -832,8 +1005,11 @@ class VirtualHostSpec(_message.Message):
     INIT_FIELD_NUMBER: _builtins.int
     NETWORK_FIELD_NUMBER: _builtins.int
     virtual_hostname: _builtins.str
+    """Host name inside, at most 64 bytes; the host's own when absent."""
     @_builtins.property
-    def init(self) -> Global___VirtualHostSpec.InitSpec: ...
+    def init(self) -> Global___VirtualHostSpec.InitSpec:
+        """The first process. Not honoured yet."""
+
     @_builtins.property
     def network(self) -> Global___VirtualHostSpec.NetworkSpec:
         """Present = own network namespace, loopback up."""
@@ -857,10 +1033,13 @@ Global___VirtualHostSpec: _TypeAlias = VirtualHostSpec  # noqa: Y015
 
 @_typing.final
 class MonitoringSpec(_message.Message):
+    """Counters. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENABLE_PERF_COUNTERS_FIELD_NUMBER: _builtins.int
     enable_perf_counters: _builtins.bool
+    """Count cycles, instructions and the like."""
     def __init__(
         self,
         *,
@@ -878,6 +1057,8 @@ Global___MonitoringSpec: _TypeAlias = MonitoringSpec  # noqa: Y015
 
 @_typing.final
 class SecuritySpec(_message.Message):
+    """User, capabilities and filters. Not honoured yet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     USER_FIELD_NUMBER: _builtins.int
@@ -886,12 +1067,19 @@ class SecuritySpec(_message.Message):
     NO_NEW_PRIVS_FIELD_NUMBER: _builtins.int
     SECCOMP_PROFILE_FIELD_NUMBER: _builtins.int
     user: _builtins.str
+    """User name or uid."""
     no_new_privs: _builtins.bool
+    """No privilege by exec."""
     seccomp_profile: _builtins.str
+    """Filter of system calls."""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Group names or gids."""
+
     @_builtins.property
-    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Capabilities kept ("CAP_NET_BIND_SERVICE")."""
+
     def __init__(
         self,
         *,

@@ -3,8 +3,11 @@
 isort:skip_file
 The container spec: lmctfy's vocabulary, kept, so that a text spec written
 for it parses here and means the same. A field that this kernel or backend
-can't honour is refused with UNIMPLEMENTED naming the field, never ignored.
-Presence matters everywhere: an absent field is "not asked for".
+can't honour is refused with UNIMPLEMENTED (reason FIELD_NOT_SUPPORTED)
+naming the field, never ignored; "not honoured yet" marks those of which no
+machine is. Values out of range are INVALID_ARGUMENT (reason OUT_OF_RANGE)
+naming the field. Presence matters everywhere: an absent field is "not asked
+for", and leaves the kernel's default.
 """
 
 from collections import abc as _abc

@@ -30,20 +30,31 @@ class _Stream:
 class _StreamEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stream.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     STREAM_UNSPECIFIED: _Stream.ValueType  # 0
+    """Not a value."""
     STREAM_STDIN: _Stream.ValueType  # 1
+    """Standard input."""
     STREAM_STDOUT: _Stream.ValueType  # 2
+    """Standard output."""
     STREAM_STDERR: _Stream.ValueType  # 3
+    """Standard error."""
 
-class Stream(_Stream, metaclass=_StreamEnumTypeWrapper): ...
+class Stream(_Stream, metaclass=_StreamEnumTypeWrapper):
+    """A standard stream."""
 
 STREAM_UNSPECIFIED: Stream.ValueType  # 0
+"""Not a value."""
 STREAM_STDIN: Stream.ValueType  # 1
+"""Standard input."""
 STREAM_STDOUT: Stream.ValueType  # 2
+"""Standard output."""
 STREAM_STDERR: Stream.ValueType  # 3
+"""Standard error."""
 Global___Stream: _TypeAlias = Stream  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
+    """The lease to make."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -78,6 +89,7 @@ class AcquireRequest(_message.Message):
     lease_id: _builtins.str
     """Chosen by the owner: 1 to 64 of [a-z0-9-]."""
     owner: _builtins.str
+    """Who asks: 1 to 128 printable characters; of a session, its own, or empty."""
     stdin: _builtins.bool
     """Make a pipe for standard input as well."""
     log_cap: _builtins.int
@@ -98,7 +110,7 @@ class AcquireRequest(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """For people: container name and id."""
+        """For people: container name and id. At most 64, of 16 KiB together."""
 
     def __init__(
         self,
@@ -125,6 +137,8 @@ Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
 @_typing.final
 class AcquireResponse(_message.Message):
+    """The lease that was made."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
@@ -135,7 +149,9 @@ class AcquireResponse(_message.Message):
     epoch: _builtins.str
     """Of this start of the switchboard."""
     @_builtins.property
-    def lease(self) -> Global___Lease: ...
+    def lease(self) -> Global___Lease:
+        """OFFERED."""
+
     def __init__(
         self,
         *,
@@ -153,13 +169,18 @@ Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
+    """A new deadline."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """Which lease."""
     @_builtins.property
-    def ttl(self) -> _duration_pb2.Duration: ...
+    def ttl(self) -> _duration_pb2.Duration:
+        """From now; 60 s at most."""
+
     def __init__(
         self,
         *,
@@ -176,11 +197,15 @@ Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
 
 @_typing.final
 class RenewResponse(_message.Message):
+    """The lease with its new deadline."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def lease(self) -> Global___Lease: ...
+    def lease(self) -> Global___Lease:
+        """As it is now."""
+
     def __init__(
         self,
         *,
@@ -196,11 +221,14 @@ Global___RenewResponse: _TypeAlias = RenewResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
+    """The end of a lease, by its owner."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     CANCEL_REASON_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """Which lease."""
     cancel_reason: _builtins.str
     """For the lease's span: why it is ended."""
     def __init__(
@@ -219,6 +247,8 @@ Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseResponse(_message.Message):
+    """The lease as it is now: DRAINING, or CLOSED."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
@@ -241,10 +271,13 @@ Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
 class RevokeRequest(_message.Message):
+    """The end of a lease, by force."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """Which lease."""
     def __init__(
         self,
         *,
@@ -260,11 +293,15 @@ Global___RevokeRequest: _TypeAlias = RevokeRequest  # noqa: Y015
 
 @_typing.final
 class RevokeResponse(_message.Message):
+    """The lease as it is now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def lease(self) -> Global___Lease: ...
+    def lease(self) -> Global___Lease:
+        """CLOSED."""
+
     def __init__(
         self,
         *,
@@ -280,10 +317,13 @@ Global___RevokeResponse: _TypeAlias = RevokeResponse  # noqa: Y015
 
 @_typing.final
 class GetLeaseRequest(_message.Message):
+    """Which lease."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """Which lease."""
     def __init__(
         self,
         *,
@@ -299,11 +339,15 @@ Global___GetLeaseRequest: _TypeAlias = GetLeaseRequest  # noqa: Y015
 
 @_typing.final
 class GetLeaseResponse(_message.Message):
+    """One lease."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def lease(self) -> Global___Lease: ...
+    def lease(self) -> Global___Lease:
+        """As it is now."""
+
     def __init__(
         self,
         *,
@@ -319,6 +363,8 @@ Global___GetLeaseResponse: _TypeAlias = GetLeaseResponse  # noqa: Y015
 
 @_typing.final
 class ListLeasesRequest(_message.Message):
+    """Which leases."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
@@ -343,11 +389,15 @@ Global___ListLeasesRequest: _TypeAlias = ListLeasesRequest  # noqa: Y015
 
 @_typing.final
 class ListLeasesResponse(_message.Message):
+    """The leases."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]: ...
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """In no order."""
+
     def __init__(
         self,
         *,
@@ -363,6 +413,8 @@ Global___ListLeasesResponse: _TypeAlias = ListLeasesResponse  # noqa: Y015
 
 @_typing.final
 class Lease(_message.Message):
+    """A lease on the descriptors of one container's standard streams."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     class _State:
@@ -372,19 +424,33 @@ class Lease(_message.Message):
     class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Lease._State.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         STATE_UNSPECIFIED: Lease._State.ValueType  # 0
+        """Not told."""
         OFFERED: Lease._State.ValueType  # 1
+        """Made, and waits for its claimer until claim_ttl."""
         CLAIMED: Lease._State.ValueType  # 2
+        """The far ends are with the claimer, which binds until bind_ttl."""
         BOUND: Lease._State.ValueType  # 3
+        """A process has them."""
         DRAINING: Lease._State.ValueType  # 4
+        """Ending: what is in the pipes is copied."""
         CLOSED: Lease._State.ValueType  # 5
+        """Every descriptor is closed; the logs are kept for a while."""
 
-    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Where a lease is in its life."""
+
     STATE_UNSPECIFIED: Lease.State.ValueType  # 0
+    """Not told."""
     OFFERED: Lease.State.ValueType  # 1
+    """Made, and waits for its claimer until claim_ttl."""
     CLAIMED: Lease.State.ValueType  # 2
+    """The far ends are with the claimer, which binds until bind_ttl."""
     BOUND: Lease.State.ValueType  # 3
+    """A process has them."""
     DRAINING: Lease.State.ValueType  # 4
+    """Ending: what is in the pipes is copied."""
     CLOSED: Lease.State.ValueType  # 5
+    """Every descriptor is closed; the logs are kept for a while."""
 
     @_typing.final
     class LabelsEntry(_message.Message):
@@ -418,8 +484,11 @@ class Lease(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """The owner's name for it; of the containerizer, the container's id."""
     owner: _builtins.str
+    """Who acquired it."""
     state: Global___Lease.State.ValueType
+    """Where it is in its life."""
     end_reason: _builtins.str
     """Why it ended: "exit", "released", "revoked", "expired", "owner gone", ..."""
     @_builtins.property
@@ -431,15 +500,25 @@ class Lease(_message.Message):
         """Who has a copy: "near", "far", "claimer", "process"."""
 
     @_builtins.property
-    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As they were given."""
+
     @_builtins.property
-    def exit(self) -> Global___Exit: ...
+    def exit(self) -> Global___Exit:
+        """How the process ended; absent while it runs."""
+
     @_builtins.property
-    def streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamInfo]: ...
+    def streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamInfo]:
+        """Output so far."""
+
     @_builtins.property
-    def acquired(self) -> _timestamp_pb2.Timestamp: ...
+    def acquired(self) -> _timestamp_pb2.Timestamp:
+        """When it was made."""
+
     @_builtins.property
-    def closed(self) -> _timestamp_pb2.Timestamp: ...
+    def closed(self) -> _timestamp_pb2.Timestamp:
+        """When it was CLOSED."""
+
     def __init__(
         self,
         *,
@@ -472,8 +551,11 @@ class Exit(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     SIGNAL_FIELD_NUMBER: _builtins.int
     code: _builtins.int
-    """One of the two where known; neither = unknown."""
+    """Exit status. One of this and `signal` is set where known; neither =
+    unknown.
+    """
     signal: _builtins.int
+    """Number of the signal."""
     def __init__(
         self,
         *,
@@ -497,6 +579,8 @@ Global___Exit: _TypeAlias = Exit  # noqa: Y015
 
 @_typing.final
 class StreamInfo(_message.Message):
+    """Output of one stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STREAM_FIELD_NUMBER: _builtins.int
@@ -504,6 +588,7 @@ class StreamInfo(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     stream: Global___Stream.ValueType
+    """Which one."""
     size: _builtins.int
     """Bytes the container has written, gaps included."""
     lost: _builtins.int
@@ -528,6 +613,8 @@ Global___StreamInfo: _TypeAlias = StreamInfo  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
+    """One message of an owner."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
@@ -543,21 +630,37 @@ class SessionRequest(_message.Message):
     request: _builtins.int
     """Comes back in the answer."""
     @_builtins.property
-    def hello(self) -> Global___SessionHello: ...
+    def hello(self) -> Global___SessionHello:
+        """Who it is; the first message."""
+
     @_builtins.property
-    def acquire(self) -> Global___AcquireRequest: ...
+    def acquire(self) -> Global___AcquireRequest:
+        """As the unary call; so are those that follow."""
+
     @_builtins.property
-    def renew(self) -> Global___RenewRequest: ...
+    def renew(self) -> Global___RenewRequest:
+        """Renew."""
+
     @_builtins.property
-    def release(self) -> Global___ReleaseRequest: ...
+    def release(self) -> Global___ReleaseRequest:
+        """Release."""
+
     @_builtins.property
-    def revoke(self) -> Global___RevokeRequest: ...
+    def revoke(self) -> Global___RevokeRequest:
+        """Revoke."""
+
     @_builtins.property
-    def get(self) -> Global___GetLeaseRequest: ...
+    def get(self) -> Global___GetLeaseRequest:
+        """GetLease."""
+
     @_builtins.property
-    def list(self) -> Global___ListLeasesRequest: ...
+    def list(self) -> Global___ListLeasesRequest:
+        """ListLeases."""
+
     @_builtins.property
-    def forget(self) -> Global___ForgetRequest: ...
+    def forget(self) -> Global___ForgetRequest:
+        """Forget."""
+
     @_builtins.property
     def bye(self) -> Global___SessionBye:
         """The explicit last message: an orderly end."""
@@ -588,6 +691,8 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionHello(_message.Message):
+    """The begin of a session."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: _builtins.int
@@ -610,6 +715,8 @@ Global___SessionHello: _TypeAlias = SessionHello  # noqa: Y015
 
 @_typing.final
 class SessionBye(_message.Message):
+    """The orderly end of a session."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -625,6 +732,8 @@ Global___SessionBye: _TypeAlias = SessionBye  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
+    """One message to an owner."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
@@ -639,25 +748,43 @@ class SessionResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    """0 for an event."""
+    """Of the message that this answers; 0 for an event."""
     @_builtins.property
-    def welcome(self) -> Global___SessionWelcome: ...
+    def welcome(self) -> Global___SessionWelcome:
+        """Answers hello."""
+
     @_builtins.property
-    def acquire(self) -> Global___AcquireResponse: ...
+    def acquire(self) -> Global___AcquireResponse:
+        """Answers acquire; so on below."""
+
     @_builtins.property
-    def renew(self) -> Global___RenewResponse: ...
+    def renew(self) -> Global___RenewResponse:
+        """Answers renew."""
+
     @_builtins.property
-    def release(self) -> Global___ReleaseResponse: ...
+    def release(self) -> Global___ReleaseResponse:
+        """Answers release."""
+
     @_builtins.property
-    def revoke(self) -> Global___RevokeResponse: ...
+    def revoke(self) -> Global___RevokeResponse:
+        """Answers revoke."""
+
     @_builtins.property
-    def get(self) -> Global___GetLeaseResponse: ...
+    def get(self) -> Global___GetLeaseResponse:
+        """Answers get."""
+
     @_builtins.property
-    def list(self) -> Global___ListLeasesResponse: ...
+    def list(self) -> Global___ListLeasesResponse:
+        """Answers list."""
+
     @_builtins.property
-    def forget(self) -> Global___ForgetResponse: ...
+    def forget(self) -> Global___ForgetResponse:
+        """Answers forget."""
+
     @_builtins.property
-    def error(self) -> Global___SessionError: ...
+    def error(self) -> Global___SessionError:
+        """Instead of the answer, where the call would have failed."""
+
     @_builtins.property
     def closed(self) -> Global___Lease:
         """A lease of this owner was closed."""
@@ -689,6 +816,8 @@ Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 
 @_typing.final
 class SessionWelcome(_message.Message):
+    """What the switchboard knows of the owner."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -715,6 +844,8 @@ Global___SessionWelcome: _TypeAlias = SessionWelcome  # noqa: Y015
 
 @_typing.final
 class SessionError(_message.Message):
+    """What would have been the status of the unary call."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -744,9 +875,13 @@ class SessionError(_message.Message):
     code: _builtins.int
     """google.rpc.Code."""
     message: _builtins.str
+    """For people."""
     reason: _builtins.str
+    """As in ErrorInfo."""
     @_builtins.property
-    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As in ErrorInfo."""
+
     def __init__(
         self,
         *,
@@ -765,6 +900,8 @@ Global___SessionError: _TypeAlias = SessionError  # noqa: Y015
 
 @_typing.final
 class AttachOutputRequest(_message.Message):
+    """What to read, and from where."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -773,8 +910,11 @@ class AttachOutputRequest(_message.Message):
     STDERR_OFFSET_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """Which lease: Started.lease_id."""
     stdout_offset: _builtins.int
+    """Bytes of stdout to skip: what the reader has."""
     stderr_offset: _builtins.int
+    """Bytes of stderr to skip."""
     follow: _builtins.bool
     """Go on until the streams end; else end at what there is now."""
     @_builtins.property
@@ -800,18 +940,25 @@ Global___AttachOutputRequest: _TypeAlias = AttachOutputRequest  # noqa: Y015
 
 @_typing.final
 class AttachOutputResponse(_message.Message):
+    """One piece of output, in order within each stream."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Data(_message.Message):
+        """Bytes of output."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         STREAM_FIELD_NUMBER: _builtins.int
         OFFSET_FIELD_NUMBER: _builtins.int
         DATA_FIELD_NUMBER: _builtins.int
         stream: Global___Stream.ValueType
+        """Of which stream."""
         offset: _builtins.int
+        """Of the first byte, from the stream's begin."""
         data: _builtins.bytes
+        """At most 64 KiB."""
         def __init__(
             self,
             *,
@@ -827,6 +974,8 @@ class AttachOutputResponse(_message.Message):
 
     @_typing.final
     class Gap(_message.Message):
+        """A hole in the output."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         STREAM_FIELD_NUMBER: _builtins.int
@@ -834,10 +983,13 @@ class AttachOutputResponse(_message.Message):
         SIZE_FIELD_NUMBER: _builtins.int
         REASON_FIELD_NUMBER: _builtins.int
         stream: Global___Stream.ValueType
+        """Of which stream."""
         offset: _builtins.int
+        """Of the first byte that is missing."""
         size: _builtins.int
         """Bytes lost here."""
         reason: _builtins.str
+        """Why: "cap", the errno of a full disk, "log gone", ..."""
         def __init__(
             self,
             *,
@@ -854,12 +1006,16 @@ class AttachOutputResponse(_message.Message):
 
     @_typing.final
     class StreamEnded(_message.Message):
+        """The end of one stream."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         STREAM_FIELD_NUMBER: _builtins.int
         SIZE_FIELD_NUMBER: _builtins.int
         stream: Global___Stream.ValueType
+        """Which one."""
         size: _builtins.int
+        """Bytes that it had, gaps included."""
         def __init__(
             self,
             *,
@@ -874,12 +1030,15 @@ class AttachOutputResponse(_message.Message):
 
     @_typing.final
     class AttachEnd(_message.Message):
+        """The end of the attach."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         EXIT_FIELD_NUMBER: _builtins.int
         STATE_FIELD_NUMBER: _builtins.int
         END_REASON_FIELD_NUMBER: _builtins.int
         state: Global___Lease.State.ValueType
+        """Of the lease."""
         end_reason: _builtins.str
         """As in Lease."""
         @_builtins.property
@@ -904,9 +1063,13 @@ class AttachOutputResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def data(self) -> Global___AttachOutputResponse.Data: ...
+    def data(self) -> Global___AttachOutputResponse.Data:
+        """Bytes."""
+
     @_builtins.property
-    def gap(self) -> Global___AttachOutputResponse.Gap: ...
+    def gap(self) -> Global___AttachOutputResponse.Gap:
+        """Bytes that were written and not kept."""
+
     @_builtins.property
     def ended(self) -> Global___AttachOutputResponse.StreamEnded:
         """No more of this stream."""
@@ -935,6 +1098,8 @@ Global___AttachOutputResponse: _TypeAlias = AttachOutputResponse  # noqa: Y015
 
 @_typing.final
 class AttachInputRequest(_message.Message):
+    """A piece of input."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -943,6 +1108,7 @@ class AttachInputRequest(_message.Message):
     lease_id: _builtins.str
     """In the first message."""
     data: _builtins.bytes
+    """At most what a message may have; 256 KiB is best."""
     eof: _builtins.bool
     """The explicit last message: end of file for the process."""
     def __init__(
@@ -962,6 +1128,8 @@ Global___AttachInputRequest: _TypeAlias = AttachInputRequest  # noqa: Y015
 
 @_typing.final
 class AttachInputResponse(_message.Message):
+    """The end of the input."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WRITTEN_FIELD_NUMBER: _builtins.int
@@ -986,10 +1154,13 @@ Global___AttachInputResponse: _TypeAlias = AttachInputResponse  # noqa: Y015
 
 @_typing.final
 class ForgetRequest(_message.Message):
+    """Whose logs to drop."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
+    """Which lease."""
     def __init__(
         self,
         *,
@@ -1005,10 +1176,13 @@ Global___ForgetRequest: _TypeAlias = ForgetRequest  # noqa: Y015
 
 @_typing.final
 class ForgetResponse(_message.Message):
+    """Whether there was anything to drop."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     forgotten: _builtins.bool
+    """There were logs, and they are gone."""
     def __init__(
         self,
         *,
@@ -1024,10 +1198,13 @@ Global___ForgetResponse: _TypeAlias = ForgetResponse  # noqa: Y015
 
 @_typing.final
 class AuditStreamsRequest(_message.Message):
+    """What to do with what is found."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIX_FIELD_NUMBER: _builtins.int
     fix: _builtins.bool
+    """Remove what is ours."""
     def __init__(
         self,
         *,
@@ -1043,6 +1220,8 @@ Global___AuditStreamsRequest: _TypeAlias = AuditStreamsRequest  # noqa: Y015
 
 @_typing.final
 class AuditStreamsResponse(_message.Message):
+    """What was found."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -1089,9 +1268,13 @@ class AuditStreamsResponse(_message.Message):
     EXAMINED_FIELD_NUMBER: _builtins.int
     PIPES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamFinding]: ...
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamFinding]:
+        """Empty = nothing is left."""
+
     @_builtins.property
-    def examined(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def examined(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """How many things were looked at, by kind."""
+
     @_builtins.property
     def pipes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Inodes of the pipes of living leases: "pipe:[N]" to lease id."""
@@ -1113,6 +1296,8 @@ Global___AuditStreamsResponse: _TypeAlias = AuditStreamsResponse  # noqa: Y015
 
 @_typing.final
 class StreamFinding(_message.Message):
+    """One thing that no lease explains."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -1123,9 +1308,13 @@ class StreamFinding(_message.Message):
     kind: _builtins.str
     """"descriptor", "segment", "lease"."""
     what: _builtins.str
+    """Which one."""
     origin: _builtins.str
+    """Who most likely left it."""
     ours: _builtins.bool
+    """Made by this switchboard: fix may remove it."""
     fixed: _builtins.bool
+    """It was removed."""
     def __init__(
         self,
         *,

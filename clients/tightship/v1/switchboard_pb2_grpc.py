@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class SwitchboardServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Who launches through the containerizer needs AttachOutput and AttachInput
+    alone, with the lease id that STARTED gave; the rest is for owners of leases.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -92,7 +94,9 @@ class SwitchboardServiceStub:
 
 
 class SwitchboardServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Who launches through the containerizer needs AttachOutput and AttachInput
+    alone, with the lease id that STARTED gave; the rest is for owners of leases.
+    """
 
     def Acquire(self, request, context):
         """Makes the pipes and a lease on them. Idempotent by lease id; an id that
@@ -103,7 +107,8 @@ class SwitchboardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Moves the deadline of an OFFERED or CLAIMED lease.
+        """Moves the deadline of an OFFERED or CLAIMED lease. FAILED_PRECONDITION
+        (LEASE_STATE) for another, NOT_FOUND (NO_LEASE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,13 +130,15 @@ class SwitchboardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLease(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One lease, living or CLOSED with its logs kept. NOT_FOUND (NO_LEASE).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLeases(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Leases of an owner, or all. Never waits.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -145,9 +152,12 @@ class SwitchboardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AttachOutput(self, request, context):
-        """Bytes of output from an offset, followed or not, ending with the exit. When
-        the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
-        the offset reached.
+        """Bytes of output from an offset, followed or not, ending with the exit; any
+        number of readers, none of which slows the container. When the switchboard
+        shuts down: UNAVAILABLE with reason RESUME; attach again from the offset
+        reached. Offsets past the end are INVALID_ARGUMENT naming the field;
+        NOT_FOUND (NO_LEASE) where the logs are gone; RESOURCE_EXHAUSTED (ATTACHED)
+        over 1,024 readers and writers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,7 +254,9 @@ def add_SwitchboardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SwitchboardService:
-    """Missing associated documentation comment in .proto file."""
+    """Who launches through the containerizer needs AttachOutput and AttachInput
+    alone, with the lease id that STARTED gave; the rest is for owners of leases.
+    """
 
     @staticmethod
     def Acquire(request,

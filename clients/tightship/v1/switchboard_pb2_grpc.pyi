@@ -29,6 +29,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SwitchboardServiceStub:
+    """Who launches through the containerizer needs AttachOutput and AttachInput
+    alone, with the lease id that STARTED gave; the rest is for owners of leases.
+    """
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -38,7 +42,9 @@ class SwitchboardServiceStub:
     was ended before is refused with FAILED_PRECONDITION.
     """
     Renew: _grpc.UnaryUnaryMultiCallable[_switchboard_pb2.RenewRequest, _switchboard_pb2.RenewResponse]
-    """Moves the deadline of an OFFERED or CLAIMED lease."""
+    """Moves the deadline of an OFFERED or CLAIMED lease. FAILED_PRECONDITION
+    (LEASE_STATE) for another, NOT_FOUND (NO_LEASE).
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_switchboard_pb2.ReleaseRequest, _switchboard_pb2.ReleaseResponse]
     """Ends a lease by its owner: what is in the pipes is copied first. Answers at
     once; an unknown id leaves a tombstone.
@@ -46,15 +52,20 @@ class SwitchboardServiceStub:
     Revoke: _grpc.UnaryUnaryMultiCallable[_switchboard_pb2.RevokeRequest, _switchboard_pb2.RevokeResponse]
     """Ends a lease by force: near ends are closed at once, without a drain."""
     GetLease: _grpc.UnaryUnaryMultiCallable[_switchboard_pb2.GetLeaseRequest, _switchboard_pb2.GetLeaseResponse]
+    """One lease, living or CLOSED with its logs kept. NOT_FOUND (NO_LEASE)."""
     ListLeases: _grpc.UnaryUnaryMultiCallable[_switchboard_pb2.ListLeasesRequest, _switchboard_pb2.ListLeasesResponse]
+    """Leases of an owner, or all. Never waits."""
     Session: _grpc.StreamStreamMultiCallable[_switchboard_pb2.SessionRequest, _switchboard_pb2.SessionResponse]
     """The same as messages, for an owner with many leases. The end of the stream
     is the owner's end: its OFFERED and CLAIMED leases end, BOUND ones stay.
     """
     AttachOutput: _grpc.UnaryStreamMultiCallable[_switchboard_pb2.AttachOutputRequest, _switchboard_pb2.AttachOutputResponse]
-    """Bytes of output from an offset, followed or not, ending with the exit. When
-    the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
-    the offset reached.
+    """Bytes of output from an offset, followed or not, ending with the exit; any
+    number of readers, none of which slows the container. When the switchboard
+    shuts down: UNAVAILABLE with reason RESUME; attach again from the offset
+    reached. Offsets past the end are INVALID_ARGUMENT naming the field;
+    NOT_FOUND (NO_LEASE) where the logs are gone; RESOURCE_EXHAUSTED (ATTACHED)
+    over 1,024 readers and writers.
     """
     AttachInput: _grpc.StreamUnaryMultiCallable[_switchboard_pb2.AttachInputRequest, _switchboard_pb2.AttachInputResponse]
     """Bytes of standard input. The first message names the lease; only an
@@ -69,13 +80,19 @@ class SwitchboardServiceStub:
 
 @_typing.type_check_only
 class SwitchboardServiceAsyncStub(SwitchboardServiceStub):
+    """Who launches through the containerizer needs AttachOutput and AttachInput
+    alone, with the lease id that STARTED gave; the rest is for owners of leases.
+    """
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Acquire: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.AcquireRequest, _switchboard_pb2.AcquireResponse]  # type: ignore[assignment]
     """Makes the pipes and a lease on them. Idempotent by lease id; an id that
     was ended before is refused with FAILED_PRECONDITION.
     """
     Renew: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.RenewRequest, _switchboard_pb2.RenewResponse]  # type: ignore[assignment]
-    """Moves the deadline of an OFFERED or CLAIMED lease."""
+    """Moves the deadline of an OFFERED or CLAIMED lease. FAILED_PRECONDITION
+    (LEASE_STATE) for another, NOT_FOUND (NO_LEASE).
+    """
     Release: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.ReleaseRequest, _switchboard_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends a lease by its owner: what is in the pipes is copied first. Answers at
     once; an unknown id leaves a tombstone.
@@ -83,15 +100,20 @@ class SwitchboardServiceAsyncStub(SwitchboardServiceStub):
     Revoke: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.RevokeRequest, _switchboard_pb2.RevokeResponse]  # type: ignore[assignment]
     """Ends a lease by force: near ends are closed at once, without a drain."""
     GetLease: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.GetLeaseRequest, _switchboard_pb2.GetLeaseResponse]  # type: ignore[assignment]
+    """One lease, living or CLOSED with its logs kept. NOT_FOUND (NO_LEASE)."""
     ListLeases: _aio.UnaryUnaryMultiCallable[_switchboard_pb2.ListLeasesRequest, _switchboard_pb2.ListLeasesResponse]  # type: ignore[assignment]
+    """Leases of an owner, or all. Never waits."""
     Session: _aio.StreamStreamMultiCallable[_switchboard_pb2.SessionRequest, _switchboard_pb2.SessionResponse]  # type: ignore[assignment]
     """The same as messages, for an owner with many leases. The end of the stream
     is the owner's end: its OFFERED and CLAIMED leases end, BOUND ones stay.
     """
     AttachOutput: _aio.UnaryStreamMultiCallable[_switchboard_pb2.AttachOutputRequest, _switchboard_pb2.AttachOutputResponse]  # type: ignore[assignment]
-    """Bytes of output from an offset, followed or not, ending with the exit. When
-    the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
-    the offset reached.
+    """Bytes of output from an offset, followed or not, ending with the exit; any
+    number of readers, none of which slows the container. When the switchboard
+    shuts down: UNAVAILABLE with reason RESUME; attach again from the offset
+    reached. Offsets past the end are INVALID_ARGUMENT naming the field;
+    NOT_FOUND (NO_LEASE) where the logs are gone; RESOURCE_EXHAUSTED (ATTACHED)
+    over 1,024 readers and writers.
     """
     AttachInput: _aio.StreamUnaryMultiCallable[_switchboard_pb2.AttachInputRequest, _switchboard_pb2.AttachInputResponse]  # type: ignore[assignment]
     """Bytes of standard input. The first message names the lease; only an
@@ -105,6 +127,10 @@ class SwitchboardServiceAsyncStub(SwitchboardServiceStub):
     """Residue inside the switchboard: descriptors and segments without a lease."""
 
 class SwitchboardServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Who launches through the containerizer needs AttachOutput and AttachInput
+    alone, with the lease id that STARTED gave; the rest is for owners of leases.
+    """
+
     @_abc_1.abstractmethod
     def Acquire(
         self,
@@ -121,7 +147,9 @@ class SwitchboardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _switchboard_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_switchboard_pb2.RenewResponse, _abc.Awaitable[_switchboard_pb2.RenewResponse]]:
-        """Moves the deadline of an OFFERED or CLAIMED lease."""
+        """Moves the deadline of an OFFERED or CLAIMED lease. FAILED_PRECONDITION
+        (LEASE_STATE) for another, NOT_FOUND (NO_LEASE).
+        """
 
     @_abc_1.abstractmethod
     def Release(
@@ -146,14 +174,16 @@ class SwitchboardServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _switchboard_pb2.GetLeaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_switchboard_pb2.GetLeaseResponse, _abc.Awaitable[_switchboard_pb2.GetLeaseResponse]]: ...
+    ) -> _typing.Union[_switchboard_pb2.GetLeaseResponse, _abc.Awaitable[_switchboard_pb2.GetLeaseResponse]]:
+        """One lease, living or CLOSED with its logs kept. NOT_FOUND (NO_LEASE)."""
 
     @_abc_1.abstractmethod
     def ListLeases(
         self,
         request: _switchboard_pb2.ListLeasesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_switchboard_pb2.ListLeasesResponse, _abc.Awaitable[_switchboard_pb2.ListLeasesResponse]]: ...
+    ) -> _typing.Union[_switchboard_pb2.ListLeasesResponse, _abc.Awaitable[_switchboard_pb2.ListLeasesResponse]]:
+        """Leases of an owner, or all. Never waits."""
 
     @_abc_1.abstractmethod
     def Session(
@@ -171,9 +201,12 @@ class SwitchboardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _switchboard_pb2.AttachOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_switchboard_pb2.AttachOutputResponse], _abc.AsyncIterator[_switchboard_pb2.AttachOutputResponse]]:
-        """Bytes of output from an offset, followed or not, ending with the exit. When
-        the switchboard shuts down: UNAVAILABLE with reason RESUME; attach again from
-        the offset reached.
+        """Bytes of output from an offset, followed or not, ending with the exit; any
+        number of readers, none of which slows the container. When the switchboard
+        shuts down: UNAVAILABLE with reason RESUME; attach again from the offset
+        reached. Offsets past the end are INVALID_ARGUMENT naming the field;
+        NOT_FOUND (NO_LEASE) where the logs are gone; RESOURCE_EXHAUSTED (ATTACHED)
+        over 1,024 readers and writers.
         """
 
     @_abc_1.abstractmethod

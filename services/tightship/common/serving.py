@@ -15,9 +15,10 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tightship.common import errors
+from tightship.common.reflection import Reflection
 from tightship.common.rundir import publishing
 
 # Legal requests reach 2 MiB of argv; above, our own check names the field.
@@ -39,8 +40,9 @@ class Undecodable:
 class _Registrar:
     """What generated code registers a service's methods with; requests that can't be decoded reach the handlers."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, names: list[str]) -> None:
         self._server = server
+        self._names = names
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
         """The same methods as below, which are enough."""
@@ -51,6 +53,7 @@ class _Registrar:
             for name, each in handlers.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, lenient),))
+        self._names.append(service)
 
 
 def _lenient(handler: Any) -> Callable[[bytes], object]:
@@ -71,19 +74,31 @@ class Serving:
     def __init__(self, path: Path, interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()) -> None:
         self.path = path
         self.server = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
+        self.names: list[str] = []
+        """Full names of the services added."""
         self.health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self._handlers: set[asyncio.Task[object]] = set()
 
     def add(self, register: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service whose handlers give their request to `guard`; `register` is of the generated code."""
-        register(servicer, _Registrar(self.server))
+        register(servicer, _Registrar(self.server, self.names))
 
     async def start(self, mode: int = 0o660, gid: int | None = None) -> None:
-        """Listens, then lets the socket appear at its path."""
+        """Listens, then lets the socket appear at its path. Health says NOT_SERVING until `ready`."""
+        await self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.server.add_generic_rpc_handlers((Reflection([*self.names, health.SERVICE_NAME]),))
         with publishing(self.path, mode, gid) as hidden:
             self.server.add_insecure_port(f"unix:{hidden}")
             await self.server.start()
+
+    async def ready(self) -> None:
+        """Health says SERVING from now on, of the server ("") and of each service."""
+        await self._tell(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _tell(self, status: Any) -> None:
+        for name in ("", *self.names):
+            await self.health.set(name, status)
 
     @contextlib.asynccontextmanager
     async def guard(

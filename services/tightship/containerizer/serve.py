@@ -13,8 +13,6 @@ import logging
 import signal
 import sqlite3
 
-from grpc_health.v1 import health_pb2
-
 from tightship.common import threads
 from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
@@ -98,7 +96,7 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
     if hello is not None:
         recoveries = recovery.begin(parts, operations, hello)
         service.ready.set()
-        await serving.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await serving.ready()
         gc.collect()
         gc.freeze()  # what is here now stays; collections need not look at it
         retiring = asyncio.create_task(_retire(parts), name="retention")

@@ -122,6 +122,7 @@ async def serve(settings: Settings) -> None:
     descriptors.start()
     await serving.start()
     service.audit = Audit(leases)
+    await serving.ready()
 
     await ending.wait()
     begun = time.monotonic()

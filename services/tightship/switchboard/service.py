@@ -33,32 +33,32 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
         self._sessions = sessions
         self._attachments = attachments
         self._tracer = tracer
-        switchboard_pb2_grpc.add_SwitchboardServiceServicer_to_server(self, serving.server)
+        serving.add(switchboard_pb2_grpc.add_SwitchboardServiceServicer_to_server, self)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
-        async with self._call(context, "Acquire"):
+        async with self._call(context, "Acquire", request):
             if failpoints.DIRECTORY is None:
                 return self._leases.acquire(request, request.owner, None)
             return await self._leases.acquire_held(request, request.owner, None, lambda: False)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
-        async with self._call(context, "Renew"):
+        async with self._call(context, "Renew", request):
             return self._leases.renew(request)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        async with self._call(context, "Release"):
+        async with self._call(context, "Release", request):
             return self._leases.release(request)
 
     async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
-        async with self._call(context, "Revoke"):
+        async with self._call(context, "Revoke", request):
             return self._leases.revoke(request)
 
     async def GetLease(self, request: pb.GetLeaseRequest, context: Context) -> pb.GetLeaseResponse:
-        async with self._call(context, "GetLease"):
+        async with self._call(context, "GetLease", request):
             return pb.GetLeaseResponse(lease=self._leases.get(request.lease_id))
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
-        async with self._call(context, "ListLeases"):
+        async with self._call(context, "ListLeases", request):
             return pb.ListLeasesResponse(leases=self._leases.all(request.owner, request.closed))
 
     async def Session(  # type: ignore[override]
@@ -70,7 +70,7 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
     async def AttachOutput(  # type: ignore[override]
         self, request: pb.AttachOutputRequest, context: Context
     ) -> None:
-        async with self._call(context, "AttachOutput"):
+        async with self._call(context, "AttachOutput", request):
             await self._attachments.output(request, context.write)
 
     async def AttachInput(
@@ -84,27 +84,27 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
             return await self._attachments.input(first.lease_id, _with(first, messages))
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:
-        async with self._call(context, "Forget"):
+        async with self._call(context, "Forget", request):
             return pb.ForgetResponse(forgotten=await self._leases.forget(request.lease_id))
 
     async def AuditStreams(self, request: pb.AuditStreamsRequest, context: Context) -> pb.AuditStreamsResponse:
-        async with self._call(context, "AuditStreams"):
+        async with self._call(context, "AuditStreams", request):
             if self.audit is None:
                 raise ServiceError(Code.UNAVAILABLE, "STARTING", "the switchboard starts", 0.1)
             return await self.audit.run(request.fix)
 
     @contextlib.asynccontextmanager
-    async def _call(self, context: Context, method: str) -> AsyncIterator[None]:
+    async def _call(self, context: Context, method: str, request: object = None) -> AsyncIterator[None]:
         """Around a handler: errors as statuses, and a server span afterwards where the caller sent a trace."""
         parent = self._tracer.traceparent_of(context.invocation_metadata()) if self._tracer.enabled else ""
         if not parent:
-            async with self._serving.guard(context):
+            async with self._serving.guard(context, request):
                 yield
             return
         begun = time.time_ns()
         code = Code.OK
         try:
-            async with self._serving.guard(context):
+            async with self._serving.guard(context, request):
                 try:
                     yield
                 except ServiceError as error:
