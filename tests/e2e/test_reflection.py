@@ -25,7 +25,7 @@ def version(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def _ask(channel: grpc.Channel, version: str, **question: str) -> reflection_pb2.ServerReflectionResponse:
+def _ask(channel: grpc.Channel, version: str, **question: Any) -> reflection_pb2.ServerReflectionResponse:
     method: Any = channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
