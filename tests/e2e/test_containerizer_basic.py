@@ -417,3 +417,24 @@ def test_what_is_no_message_is_the_callers_error(own_pair: Pair) -> None:
             error = error_of(lambda call=call, data=data: list(call(data, timeout=10)))
             assert code(error) == StatusCode.INVALID_ARGUMENT
     assert "Traceback" not in own_pair.log_tail(100_000)
+
+
+def test_list_tells_what_the_living_use(pair: Pair) -> None:
+    name = fresh_name()
+    busy = "x=$(head -c 3000000 /dev/zero | tr '\\0' x); sleep 600 & while :; do :; done"
+    pair.calls.detach(["/bin/sh", "-c", busy], name, "memory { limit: 67108864 }")
+    try:
+
+        def used() -> cpb.Usage:
+            listed = pair.calls.containerizer.List(cpb.ListRequest(name=name, usage=True), timeout=10).containers
+            return listed[0].usage
+
+        until(lambda: used().cpu_time.ToMilliseconds() > 100 and used().tasks == 2, "it has used some CPU")
+        assert used().memory > 3_000_000
+        assert used().memory_limit == 67108864
+        without = pair.calls.containerizer.List(cpb.ListRequest(name=name), timeout=10).containers[0]
+        assert not without.HasField("usage")
+    finally:
+        pair.calls.destroy(name)
+    ended = pair.calls.containerizer.List(cpb.ListRequest(name=name, records=True, usage=True), timeout=10).containers
+    assert not ended[0].HasField("usage")

@@ -17,9 +17,6 @@ from tests.harness.pair import Pair, Service
 from tightship.v1 import containerizer_pb2 as cpb
 from tightship.v1 import switchboard_pb2 as spb
 
-# The attribute of that name is the message's descriptor.
-DESCRIPTOR = cpb.Finding.Kind.Value("DESCRIPTOR")
-
 
 def _audit(pair: Pair, fix: bool = False) -> list[cpb.Finding]:
     response = pair.calls.containerizer.Audit(cpb.AuditRequest(fix=fix), timeout=30)
@@ -116,7 +113,7 @@ def test_a_copy_of_a_pipe_outside_its_container_is_found(faulty: Pair) -> None:
     started = faulty.calls.detach(["/bin/sleep", "600"], name)
     held = os.open(f"/proc/{started.pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
     try:
-        found = _one(_audit(faulty, fix=True), DESCRIPTOR, f"fd {held} of pid {os.getpid()}")
+        found = _one(_audit(faulty, fix=True), cpb.Finding.OPEN_FILE, f"fd {held} of pid {os.getpid()}")
         assert started.lease_id in found.origin or name in found.origin
         assert not found.ours
         assert not found.fixed

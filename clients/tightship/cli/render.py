@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tightship.v1 import containerizer_pb2 as pb
     from tightship.v1 import switchboard_pb2
 
+# Finding.OPEN_FILE of containerizer.proto; other kinds are called as they are there.
+_KINDS = {3: "descriptor"}
+
 # STREAM_STDOUT and STREAM_STDERR of switchboard.proto.
 _OUTPUTS = (2, 3)
 
@@ -93,7 +96,7 @@ def cleanup_sum(cleanup: pb.Cleanup) -> str:
 def finding_rows(findings: Iterable[pb.Finding]) -> Iterable[Sequence[str]]:
     for each in findings:
         fate = "fixed" if each.fixed else each.error or ("ours" if each.ours else "not ours")
-        yield type(each).Kind.Name(each.kind).lower(), fate, each.what, each.origin or "-"
+        yield _KINDS.get(each.kind) or type(each).Kind.Name(each.kind).lower(), fate, each.what, each.origin or "-"
 
 
 def lease_rows(leases: Iterable[switchboard_pb2.Lease]) -> Iterable[Sequence[str]]:

@@ -189,9 +189,14 @@ class AsyncClient:
         )
         return response.container
 
-    async def list(self, name: str = "", *, recursive: bool = False, records: bool = False) -> list[pb.Container]:
-        """The containers at and below `name`; `records`: also the ended. Asks for as many pages as there are."""
-        request = pb.ListRequest(name=name, recursive=recursive, records=records)
+    async def list(
+        self, name: str = "", *, recursive: bool = False, records: bool = False, usage: bool = False
+    ) -> list[pb.Container]:
+        """The containers at and below `name`; `records`: also the ended; `usage`: with what the living use now.
+
+        Asks for as many pages as there are.
+        """
+        request = pb.ListRequest(name=name, recursive=recursive, records=records, usage=usage)
         found: dict[str, pb.Container] = {}  # what ends between two pages is in both
         while True:
             response = await self._unary("ContainerizerService/List", self.containerizer.List, request, repeat=True)

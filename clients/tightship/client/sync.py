@@ -144,9 +144,11 @@ class Client:
         """A container, living or recorded (name or id)."""
         return _LOOP.run(self.aio.get(name))
 
-    def list(self, name: str = "", *, recursive: bool = False, records: bool = False) -> list[pb.Container]:
-        """The containers at and below `name`; `records`: also the ended."""
-        return _LOOP.run(self.aio.list(name, recursive=recursive, records=records))
+    def list(
+        self, name: str = "", *, recursive: bool = False, records: bool = False, usage: bool = False
+    ) -> list[pb.Container]:
+        """The containers at and below `name`; `records`: also the ended; `usage`: with what the living use now."""
+        return _LOOP.run(self.aio.list(name, recursive=recursive, records=records, usage=usage))
 
     def remove(self, name: str) -> int:
         """Forgets records and logs of an ended container (name or id); how many."""

@@ -958,6 +958,7 @@ class ListRequest(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Only at and below this name; empty = all."""
     recursive: _builtins.bool
@@ -972,6 +973,8 @@ class ListRequest(_message.Message):
     """The next_page_token of the answer before; empty = from the beginning.
     The other fields must be the same.
     """
+    usage: _builtins.bool
+    """Fill Container.usage of the living."""
     def __init__(
         self,
         *,
@@ -980,10 +983,11 @@ class ListRequest(_message.Message):
         records: _builtins.bool = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        usage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "page_size", b"page_size", "page_token", b"page_token", "records", b"records", "recursive", b"recursive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "page_size", b"page_size", "page_token", b"page_token", "records", b"records", "recursive", b"recursive", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1094,6 +1098,55 @@ class InForce(_message.Message):
 Global___InForce: _TypeAlias = InForce  # noqa: Y015
 
 @_typing.final
+class Usage(_message.Message):
+    """What a container and all below it use now, by its cgroups. Absent where the
+    kernel does not tell.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CPU_TIME_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    memory: _builtins.int
+    """Bytes."""
+    memory_limit: _builtins.int
+    """Bytes; -1 = unlimited."""
+    tasks: _builtins.int
+    """Processes and threads."""
+    @_builtins.property
+    def cpu_time(self) -> _duration_pb2.Duration:
+        """Since it was made."""
+
+    def __init__(
+        self,
+        *,
+        cpu_time: _duration_pb2.Duration | None = ...,
+        memory: _builtins.int | None = ...,
+        memory_limit: _builtins.int | None = ...,
+        tasks: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory", b"_memory", "_memory_limit", b"_memory_limit", "_tasks", b"_tasks", "cpu_time", b"cpu_time", "memory", b"memory", "memory_limit", b"memory_limit", "tasks", b"tasks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory", b"_memory", "_memory_limit", b"_memory_limit", "_tasks", b"_tasks", "cpu_time", b"cpu_time", "memory", b"memory", "memory_limit", b"memory_limit", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__memory: _TypeAlias = _typing.Literal["memory"]  # noqa: Y015
+    _WhichOneofArgType__memory: _TypeAlias = _typing.Literal["_memory", b"_memory"]  # noqa: Y015
+    _WhichOneofReturnType__memory_limit: _TypeAlias = _typing.Literal["memory_limit"]  # noqa: Y015
+    _WhichOneofArgType__memory_limit: _TypeAlias = _typing.Literal["_memory_limit", b"_memory_limit"]  # noqa: Y015
+    _WhichOneofReturnType__tasks: _TypeAlias = _typing.Literal["tasks"]  # noqa: Y015
+    _WhichOneofArgType__tasks: _TypeAlias = _typing.Literal["_tasks", b"_tasks"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory) -> _WhichOneofReturnType__memory | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_limit) -> _WhichOneofReturnType__memory_limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tasks) -> _WhichOneofReturnType__tasks | None: ...
+
+Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
 class Container(_message.Message):
     """A container, living or ended."""
 
@@ -1174,6 +1227,7 @@ class Container(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     PENDING_REASON_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hex digits, never used again."""
     name: _builtins.str
@@ -1212,6 +1266,10 @@ class Container(_message.Message):
     def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """argv of the main process."""
 
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Where ListRequest asked for it."""
+
     def __init__(
         self,
         *,
@@ -1227,10 +1285,11 @@ class Container(_message.Message):
         record: Global___Record | None = ...,
         command: _abc.Iterable[_builtins.str] | None = ...,
         pending_reason: _builtins.str = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "record", b"record", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "record", b"record", "spec", b"spec", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "created", b"created", "id", b"id", "in_force", b"in_force", "labels", b"labels", "lease_id", b"lease_id", "name", b"name", "pending_reason", b"pending_reason", "pid", b"pid", "record", b"record", "spec", b"spec", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "created", b"created", "id", b"id", "in_force", b"in_force", "labels", b"labels", "lease_id", b"lease_id", "name", b"name", "pending_reason", b"pending_reason", "pid", b"pid", "record", b"record", "spec", b"spec", "state", b"state", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1326,8 +1385,8 @@ class Finding(_message.Message):
         """A cgroup directory."""
         PROCESS: Finding._Kind.ValueType  # 2
         """A process in a cgroup of ours."""
-        DESCRIPTOR: Finding._Kind.ValueType  # 3
-        """A descriptor of a service that nothing explains."""
+        OPEN_FILE: Finding._Kind.ValueType  # 3
+        """A descriptor of a lease's pipe, or in a service, that nothing explains."""
         SEGMENT: Finding._Kind.ValueType  # 4
         """A log file without a lease."""
         LEASE: Finding._Kind.ValueType  # 5
@@ -1344,8 +1403,8 @@ class Finding(_message.Message):
     """A cgroup directory."""
     PROCESS: Finding.Kind.ValueType  # 2
     """A process in a cgroup of ours."""
-    DESCRIPTOR: Finding.Kind.ValueType  # 3
-    """A descriptor of a service that nothing explains."""
+    OPEN_FILE: Finding.Kind.ValueType  # 3
+    """A descriptor of a lease's pipe, or in a service, that nothing explains."""
     SEGMENT: Finding.Kind.ValueType  # 4
     """A log file without a lease."""
     LEASE: Finding.Kind.ValueType  # 5

@@ -28,9 +28,7 @@ _PAUSE_S = 0.2
 _ANSWER_TIMEOUT_S = 5.0
 _FIX_BUDGET_S = 5.0
 
-# The message class has an attribute of this name.
-_DESCRIPTOR = pb.Finding.Kind.Value("DESCRIPTOR")
-_KINDS = {"descriptor": _DESCRIPTOR, "segment": pb.Finding.SEGMENT, "lease": pb.Finding.LEASE}
+_KINDS = {"descriptor": pb.Finding.OPEN_FILE, "segment": pb.Finding.SEGMENT, "lease": pb.Finding.LEASE}
 
 
 @dataclass(slots=True)
@@ -90,7 +88,7 @@ class Audits:
         streams = await parts.switchboard.audit_streams(False, _ANSWER_TIMEOUT_S)
         look.pipes.update(streams.pipes)
         for stream in streams.findings:
-            said.add((_KINDS.get(stream.kind, _DESCRIPTOR), stream.what, stream.origin, stream.ours))
+            said.add((_KINDS.get(stream.kind, pb.Finding.OPEN_FILE), stream.what, stream.origin, stream.ours))
         try:
             listed = await parts.switchboard.everybodys_leases(_ANSWER_TIMEOUT_S)
             order = parts.spawner.order("AUDIT")
@@ -107,7 +105,7 @@ class Audits:
                 at = lease.acquired.ToDatetime().isoformat(timespec="seconds")
                 said.add((pb.Finding.LEASE, lease.lease_id, f"acquired by owner {lease.owner} at {at}Z", ours))
         for each in spawner.get("findings") or ():
-            kind = pb.Finding.PROCESS if each.get("kind") == "process" else _DESCRIPTOR
+            kind = pb.Finding.PROCESS if each.get("kind") == "process" else pb.Finding.OPEN_FILE
             said.add((kind, str(each.get("what")), str(each.get("origin")), bool(each.get("ours"))))
         examined = {**dict(streams.examined), **(spawner.get("examined") or {}), "leases": len(listed.leases)}
         look.examined.update({key: int(value) for key, value in examined.items() if key not in look.examined})
@@ -206,7 +204,7 @@ class Audits:
                 inside = f"/tightship/{self._parts.machine.instance}{names.get(lease, '/?')}"
                 if not any(line.endswith(inside) or f"{inside}/" in line for line in place.splitlines()):
                     what = f"fd {fd} of {_process(pid)}"
-                    look.find(_DESCRIPTOR, what, f"{target} of lease {lease}", False)
+                    look.find(pb.Finding.OPEN_FILE, what, f"{target} of lease {lease}", False)
 
     def _services(self) -> set[int]:
         """This process, its spawner, and whoever holds the switchboard's lock: they audit themselves."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
+from tightship.containerizer import records
 from tightship.containerizer.journal import Ended, Kind, Row
+from tightship.containerizer.machine import Machine
 from tightship.containerizer.operations import Operation
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1.spec_pb2 import ContainerSpec
+
+# Above any memory: an unlimited v1 cgroup holds LONG_MAX rounded to a page.
+_UNLIMITED = 1 << 62
 
 
 def in_force(row: Row) -> list[pb.InForce]:
@@ -55,6 +61,25 @@ def living(operation: Operation, *, with_limits: bool) -> pb.Container:
         pending_reason="; ".join(f"{name}: {why}" for name, why in operation.left.items())[:4096],
     )
     told.created.FromNanoseconds(row.created)
+    return told
+
+
+def usage(machine: Machine, name: str) -> pb.Usage:
+    """What its cgroups count now; never raises."""
+    told = pb.Usage()
+    if (cpu_us := records.read_cpu_us(machine, name)) is not None:
+        told.cpu_time.FromMicroseconds(cpu_us)
+    if (memory := machine.limits("memory")) is not None:
+        used = cgroup.number(os.path.join(memory.path(name), "memory.usage_in_bytes"))
+        limit = cgroup.number(os.path.join(memory.path(name), "memory.limit_in_bytes"))
+        if used is not None:
+            told.memory = used
+        if limit is not None:
+            told.memory_limit = limit if limit < _UNLIMITED else -1
+    if (pids := machine.limits("pids")) is not None:
+        tasks = cgroup.number(os.path.join(pids.path(name), "pids.current"))
+        if tasks is not None:
+            told.tasks = tasks
     return told
 
 

@@ -71,11 +71,16 @@ def read_counters(machine: Machine, name: str) -> Counters:
         directory = memory.path(name)
         peak = cgroup.number(os.path.join(directory, "memory.max_usage_in_bytes"))
         kills = cgroup.keyed(os.path.join(directory, "memory.oom_control"), "oom_kill") or 0
-    cpu_us = cgroup.keyed(os.path.join(machine.tracker.path(name), "cpu.stat"), "usage_usec")
-    if cpu_us is None and (accounting := machine.limits("cpuacct")) is not None:
+    return Counters(peak, kills, read_cpu_us(machine, name))
+
+
+def read_cpu_us(machine: Machine, name: str) -> int | None:
+    """CPU time of all that ever ran in it, in µs; None where the kernel does not tell. Never raises."""
+    told = cgroup.keyed(os.path.join(machine.tracker.path(name), "cpu.stat"), "usage_usec")
+    if told is None and (accounting := machine.limits("cpuacct")) is not None:
         used = cgroup.number(os.path.join(accounting.path(name), "cpuacct.usage"))
-        cpu_us = used // 1000 if used is not None else None
-    return Counters(peak, kills, cpu_us)
+        told = used // 1000 if used is not None else None
+    return told
 
 
 def of_exit(row: Row, ended: Exit, cancel_reason: str, counters: Counters) -> pb.Record:

@@ -368,7 +368,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
 
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
         async with self._call(context, "List", request):
-            return listing.page(self._parts, request)
+            response = listing.page(self._parts, request)
+            if request.usage:
+                await listing.add_usage(self._parts, response)
+            return response
 
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         async with self._call(context, "Remove", request):
