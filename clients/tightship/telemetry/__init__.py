@@ -44,6 +44,8 @@ class Tracer:
     """What code that is traced calls. This class is tracing switched off, at no cost; `from_environment` gives one."""
 
     enabled = False
+    dropped = 0
+    """Spans that never reached the collector: the queue was full, or an export failed."""
 
     @staticmethod
     def from_environment(service: str) -> Tracer:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import click
 import uvloop
 
+from tightship.common import logs, metrics
 from tightship.common.errors import ServiceError
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.containerizer import failpoint_names, machine, serve, spec
@@ -60,6 +61,13 @@ def _seconds(name: str, default: float, help_text: str, minimum: float = 0.0) ->
 @_run_dir
 @click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
 @click.option(
+    "--log-format", envvar="TIGHTSHIP_LOG_FORMAT", default="text", show_default=True, type=click.Choice(logs.FORMATS),
+    help="Text for people, or a JSON object a line.",
+)  # fmt: skip
+@click.option(
+    "--metrics", "metrics_at", metavar="HOST:PORT", help="Serve metrics to Prometheus there [TIGHTSHIP_METRICS]."
+)
+@click.option(
     "--ephemeral", is_flag=True, envvar="TIGHTSHIP_EPHEMERAL", help="At SIGTERM destroy everything, detached too."
 )
 @_seconds("grace", _DEFAULTS.grace, "Seconds between the stop signal and the kill, where the spec does not say.")
@@ -82,6 +90,8 @@ def main(
     *,
     run_dir: Path,
     log_level: str,
+    log_format: str,
+    metrics_at: str | None,
     ephemeral: bool,
     grace: float,
     cleanup_budget: float,
@@ -95,9 +105,7 @@ def main(
     """Serves containers: names, limits and processes. Started by the spawner."""
     if context.invoked_subcommand is not None:
         return
-    logging.basicConfig(
-        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s containerizer %(levelname)s %(message)s"
-    )
+    logs.set_up("containerizer", log_level, log_format)
     settings = Settings(
         grace=grace,
         budget=cleanup_budget,
@@ -110,19 +118,20 @@ def main(
         ephemeral=ephemeral,
     )
     try:
+        scraped_at = metrics.address(metrics_at, 0)
         run = RunDir.open(run_dir)
         instance = run.instance()
         found = machine.look(instance)
-    except RunDirError as error:
+    except (RunDirError, ValueError) as error:
         click.echo(f"containerizer: {error}", err=True)
         sys.exit(CONFIG)
     _lock(run)
-    uvloop.run(_serve(run, found, settings))
+    uvloop.run(_serve(run, found, settings, scraped_at))
 
 
-async def _serve(run: RunDir, found: machine.Machine, settings: Settings) -> None:
+async def _serve(run: RunDir, found: machine.Machine, settings: Settings, scraped_at: metrics.Address | None) -> None:
     """Does not return: neither a thread stuck in a system call nor an operation that is pending may hold the end."""
-    status = await serve.serve(run, found, settings)
+    status = await serve.serve(run, found, settings, scraped_at)
     logging.shutdown()
     os._exit(status)
 

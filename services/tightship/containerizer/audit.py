@@ -64,6 +64,8 @@ class Audits:
             await asyncio.sleep(_PAUSE_S)
             second = await self._look()
             found = [finding for key, finding in sorted(second.findings.items()) if key in first.findings]
+            for finding in found:
+                self._parts.counts.residue[finding.kind] += 1
             if fix and found:
                 await self._fix(found)
             return pb.AuditResponse(findings=found, examined=dict(second.examined))

@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tightship.common import failpoints
+from tightship.common import failpoints, logs
 from tightship.common.errors import Code, ServiceError
 from tightship.common.rundir import RunDir
 from tightship.common.telemetry import Tracer
 from tightship.containerizer import records, refusals, spans, steps
 from tightship.containerizer.backoff import Backoff
+from tightship.containerizer.counts import Counts
 from tightship.containerizer.journal import Ended, Journal, Kind, Phase, Row
 from tightship.containerizer.machine import Machine
 from tightship.containerizer.plan import CGROUP_KINDS
@@ -67,6 +68,7 @@ class Parts:
     switchboard: SwitchboardLink
     tracer: Tracer
     pool: ThreadPoolExecutor
+    counts: Counts
 
 
 class Operation:
@@ -92,6 +94,8 @@ class Operation:
         """A walk has finished; `left` says whether something stayed."""
         self.gone = False
         self.left: dict[str, str] = {}
+        self.over_budget = False
+        """A walk has left something; told once."""
         self.waiters = 0
         self._remaining_until = None if remaining is None else time.monotonic() + remaining
         self._budget: float | None = None
@@ -258,7 +262,7 @@ class Operation:
         try:
             reason = await self._live()
         except Exception:
-            log.exception("operation %s failed", self.row.name)
+            log.exception("the operation failed", extra=self._about())
             self.error = ServiceError(
                 Code.INTERNAL, "INTERNAL", "internal error; the log of the containerizer says more"
             )
@@ -418,6 +422,10 @@ class Operation:
             self.left = await self._walk()
             if not self.left and self._forget():
                 break
+            if not self.over_budget:
+                self.over_budget = True
+                left = "; ".join(f"{name}: {why}" for name, why in self.left.items())
+                log.warning("the cleanup is pending and goes on: %s", left, extra=self._about())
             self.over = True
             spans.emit_cleanup(self)
             self.changed()
@@ -425,6 +433,7 @@ class Operation:
             self.over = False
         self.parts.registry.remove(self)
         self.gone = self.over = True
+        self.parts.counts.cleanup_took(time.monotonic() - self._undo_begun)
         self.changed()
         if row.live.opened:
             self.parts.spawner.order("ACK", launch=row.id)
@@ -438,7 +447,7 @@ class Operation:
             await walk.run()
         except Exception:
             # A bug. Nothing is forgotten: the row stays, and a later walk tries again.
-            log.exception("undo of %s failed", self.row.name)
+            log.exception("the undo failed", extra=self._about())
             walk.left["undo"] = "internal error; the log of the containerizer says more"
         return walk.left
 
@@ -479,6 +488,8 @@ class Operation:
         except sqlite3.Error as error:
             self.left = {"journal": str(error)}
             return False
+        if self.record is not None:
+            self.parts.counts.launches[self.record.reason] += 1
         return True
 
     def _ended(self, record: pb.Record) -> Ended:
@@ -563,7 +574,10 @@ class Operation:
         try:
             self.parts.journal.update(self.row)
         except sqlite3.Error as error:
-            log.error("the journal can't be written: %s", error)
+            log.error("the journal can't be written: %s", error, extra=self._about())
+
+    def _about(self) -> dict[str, dict[str, str]]:
+        return logs.about(self.row.id, self.row.name, self.row.trace)
 
     def _interrupted(self) -> bool:
         """Whether what only waits is to end; also asked when the main process has already ended by itself."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from tightship.common import logs
 from tightship.common.packets import Packet
 from tightship.containerizer import names, plan, steps
 from tightship.containerizer.journal import Kind, Phase, Row
@@ -109,7 +110,7 @@ async def _adopt(parts: Parts, row: Row) -> Packet | None:
     try:
         answer = await asyncio.wait_for(order, _ADOPT_TIMEOUT_S)
     except (TimeoutError, OrderFailed, ConnectionError) as error:
-        log.warning("%s can't be adopted: %s", row.name, error)
+        log.warning("it can't be adopted: %s", error, extra=logs.about(row.id, row.name, row.trace))
         return {"state": "exited"}  # of unknown status; the walk kills what its cgroup holds
     execed = bool(answer.get("execed", True))
     if answer.get("alive") and execed:
@@ -179,7 +180,8 @@ def _rebuild_from_directories(parts: Parts, operations: list[Operation], launche
             phase=Phase.COMMITTED if kept else Phase.UNDOING,
             reason="" if kept else "recovered",
         )
-        log.warning("%s was in no journal; it is %s", name, "listed again" if kept else "undone")
+        fate = "listed again" if kept else "undone"
+        log.warning("%s was in no journal; it is %s", name, fate, extra=logs.about(identity, name))
         _add(parts, operations, row)
 
 
@@ -198,7 +200,8 @@ def _add(parts: Parts, operations: list[Operation], row: Row) -> None:
     try:
         parts.journal.intend(row, row.meta())
     except sqlite3.Error as error:
-        log.error("%s is not in the journal, and rebuilt again at the next start: %s", row.name, error)
+        extra = logs.about(row.id, row.name, row.trace)
+        log.error("it is not in the journal, and rebuilt again at the next start: %s", error, extra=extra)
     operation = Operation(parts, row, recovering=True)
     parts.registry.add(operation)
     operations.append(operation)

@@ -13,12 +13,12 @@ import logging
 import signal
 import sqlite3
 
-from tightship.common import threads
+from tightship.common import metrics, threads
 from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
 from tightship.common.serving import Serving
 from tightship.common.telemetry import Tracer
-from tightship.containerizer import admission, machine, recovery
+from tightship.containerizer import admission, counts, machine, recovery
 from tightship.containerizer.journal import Journal, Kind, Phase, remove_other_boots
 from tightship.containerizer.machine import Machine
 from tightship.containerizer.operations import Operation, Parts
@@ -45,8 +45,8 @@ _SERVER_GRACE_S = 1.0
 _FLUSH_S = 2.0
 
 
-async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
-    """Until SIGTERM, SIGINT or the end of the spawner; the exit status."""
+async def serve(run: RunDir, found: Machine, settings: Settings, scraped_at: metrics.Address | None) -> int:
+    """Until SIGTERM, SIGINT or the end of the spawner; the exit status. Metrics are served at `scraped_at`."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,7 +74,9 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
         ),
         tracer=tracer,
         pool=threads.pool(_THREADS, "cgroup"),
+        counts=counts.Counts(),
     )
+    measured = metrics.Metrics.start("tightship-containerizer", scraped_at, counts.told(parts))
     if found.oom_floor > -1000:
         log.info(
             "CAP_SYS_RESOURCE is missing: memory.eviction_priority can't lower oom_score_adj below %d", found.oom_floor
@@ -111,7 +113,10 @@ async def serve(run: RunDir, found: Machine, settings: Settings) -> int:
     parts.spawner.close()
     machine.leave(found)
     journal.close()
-    await asyncio.to_thread(tracer.shutdown, _FLUSH_S)
+    await asyncio.gather(
+        asyncio.to_thread(tracer.shutdown, _FLUSH_S),
+        asyncio.to_thread(measured.stop, _FLUSH_S),
+    )
     return 0
 
 

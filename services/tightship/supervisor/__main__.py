@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import select
 import signal
@@ -187,8 +188,12 @@ def _cut(log: Path) -> None:
 
 
 def _say(text: str) -> None:
+    line = f"tightship: {text}\n"
+    if os.environ.get("TIGHTSHIP_LOG_FORMAT") == "json":
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = json.dumps({"time": now, "level": "INFO", "service": "supervisor", "message": text}) + "\n"
     with contextlib.suppress(OSError):
-        os.write(2, f"tightship: {text}\n".encode())
+        os.write(2, line.encode())
 
 
 def main() -> int:

@@ -14,18 +14,18 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 import time
 from pathlib import Path
 
 import click
 import uvloop
 
-from tightship.common import threads
+from tightship.common import logs, metrics, threads
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.common.serving import Serving
 from tightship.common.telemetry import Tracer
 from tightship.kernel import clone
+from tightship.switchboard import counts
 from tightship.switchboard.attach import Attachments
 from tightship.switchboard.audit import Audit
 from tightship.switchboard.catalogue import RETENTION_AGE_S, RETENTION_NUMBER, Catalogue, Retention
@@ -67,6 +67,14 @@ _FILE_THREADS = 2
 @click.option("--allow-uid", type=int, multiple=True, help="User that may take descriptors; our own always may.")
 @click.option("--allow-gid", type=int, multiple=True, help="Group that may take descriptors.")
 @click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
+@click.option(
+    "--log-format", envvar="TIGHTSHIP_LOG_FORMAT", default="text", show_default=True, type=click.Choice(logs.FORMATS),
+    help="Text for people, or a JSON object a line.",
+)  # fmt: skip
+@click.option(
+    "--metrics", "metrics_at", metavar="HOST:PORT",
+    help="Serve metrics to Prometheus there [TIGHTSHIP_METRICS, one port higher].",
+)  # fmt: skip
 def main(
     *,
     run_dir: Path,
@@ -78,16 +86,17 @@ def main(
     allow_uid: tuple[int, ...],
     allow_gid: tuple[int, ...],
     log_level: str,
+    log_format: str,
+    metrics_at: str | None,
 ) -> None:
     """Serves leases on containers' standard streams, and their bytes."""
     clone.close_range(3, clone.LAST_FD)  # an inherited end of somebody's pipe would be held for ever
-    logging.basicConfig(
-        stream=sys.stderr, level=log_level.upper(), format="%(asctime)s switchboard %(levelname)s %(message)s"
-    )
+    logs.set_up("switchboard", log_level, log_format)
     try:
+        scraped_at = metrics.address(metrics_at, 1)
         run = RunDir.open(run_dir)
         run.lock("switchboard")
-    except RunDirError as error:
+    except (RunDirError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     raise_file_limit()
     settings = Settings(
@@ -99,11 +108,11 @@ def main(
         fd_uids=frozenset({os.geteuid(), *allow_uid}),
         fd_gids=frozenset(allow_gid),
     )
-    uvloop.run(serve(settings))
+    uvloop.run(serve(settings, scraped_at))
 
 
-async def serve(settings: Settings) -> None:
-    """Until SIGTERM or SIGINT."""
+async def serve(settings: Settings, scraped_at: metrics.Address | None) -> None:
+    """Until SIGTERM or SIGINT. Metrics are served at `scraped_at`."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(threads.pool(_FILE_THREADS, "files"))
     ending = asyncio.Event()
@@ -115,6 +124,7 @@ async def serve(settings: Settings) -> None:
     catalogue = Catalogue(store, settings.retention)
     catalogue.adopt_directories()
     leases = Leases(settings, store, catalogue, tracer)
+    measured = metrics.Metrics.start("tightship-switchboard", scraped_at, counts.told(leases, tracer))
     sessions = Sessions(leases)
     serving = Serving(settings.run.switchboard_sock)
     service = Service(serving, leases, sessions, Attachments(leases), tracer)
@@ -139,7 +149,8 @@ async def serve(settings: Settings) -> None:
         await asyncio.wait_for(serving.stop(0.2), 0.5)
     await leases.close()
     left = END_S - 0.2 - (time.monotonic() - begun)
-    await asyncio.to_thread(tracer.shutdown, max(0.0, min(2.0, left)))
+    bound = max(0.0, min(2.0, left))
+    await asyncio.gather(asyncio.to_thread(tracer.shutdown, bound), asyncio.to_thread(measured.stop, bound))
     logging.shutdown()
 
 

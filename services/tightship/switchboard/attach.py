@@ -225,6 +225,7 @@ class _Writer:
             except BrokenPipeError:
                 return False
             self.written += count
+            self._leases.counts.stdin += count
             view = view[count:]
         return True
 

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from tightship.common import failpoints
+from tightship.common import failpoints, logs
 from tightship.common.errors import Code, ServiceError, errno_name, invalid
 from tightship.common.telemetry import Tracer
 from tightship.kernel import process
 from tightship.kernel.fdframes import TOKEN_SIZE, Stream
 from tightship.switchboard import requests
 from tightship.switchboard.catalogue import Catalogue, Ended, stream_info
+from tightship.switchboard.counts import Counts
 from tightship.switchboard.ledger import (
     AskKernel,
     Claimed,
@@ -70,6 +71,7 @@ class Leases:
         """Readers and writers end with RESUME."""
         self.catalogue = catalogue
         self.store = store
+        self.counts = Counts()
         self._settings = settings
         self._tracer = tracer
         self._loop = asyncio.get_running_loop()
@@ -319,7 +321,7 @@ class Leases:
             try:
                 self._carry_out_one(effect, live)
             except Exception:  # noqa: BLE001  the other leases' effects must not be lost
-                _log.exception("lease %s: %s failed", live.lease.id, type(effect).__name__)
+                _log.exception("the lease's %s failed", type(effect).__name__, extra=_about(live))
             live.wake()
         self._arm()
 
@@ -355,7 +357,7 @@ class Leases:
             try:
                 live.pump.add(source)
             except OSError as error:
-                _log.error("lease %s: can't watch an output: %s", live.lease.id, error)
+                _log.error("can't watch an output: %s", error, extra=_about(live))
                 live.pump.sever(source)
 
     def _ask_kernel(self, live: Live) -> None:
@@ -394,7 +396,9 @@ class Leases:
         self.close_stdin(live)
         self._drop_pidfd(live)
         self._ledger.closed(live.lease)
-        del self._live[live.lease.id]
+        with self.counts.moving:
+            del self._live[live.lease.id]
+            self.counts.closed(live.logs)
         message = self._message(live, time.monotonic())
         message.closed.FromNanoseconds(time.time_ns())
         if (listener := self._listeners.get(live.lease.terms.owner)) is not None:
@@ -527,6 +531,10 @@ def as_service_error() -> Iterator[None]:
             None,
             errno=errno_name(error.errno),
         ) from error
+
+
+def _about(live: Live) -> dict[str, dict[str, str]]:
+    return logs.about(live.lease.id, live.labels.get("container", ""), live.traceparent)
 
 
 def _exit_of(status: int | None) -> Exit:
