@@ -31,7 +31,7 @@ def intend(journal: Journal, row: Row) -> None:
 
 def ended(identity: str, name: str = "/a", request: str = "") -> Ended:
     container = pb.Container(id=identity, name=name).SerializeToString()
-    return Ended(identity, name, request, "hash", container, b"", 7, True, "{}")
+    return Ended(identity, name, request, "hash", container, b"", 7, True)
 
 
 def test_a_row_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_row_and_record_change_places_at_once(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j")
     row = a_row()
     intend(journal, row)
-    journal.forget(row, ended("1"))
+    journal.forget(row, ended("1"), "{}")
     again = open_journal(tmp_path / "j")
     assert again.rows == []
     assert again.records == 1
@@ -63,7 +63,7 @@ def test_row_and_record_change_places_at_once(tmp_path: Path) -> None:
 def test_the_newest_record_of_a_name_is_found(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j")
     for identity in "123":
-        journal.forget(a_row(identity), ended(identity, request="r"))
+        journal.forget(a_row(identity), ended(identity, request="r"), "{}")
     newest = journal.find_record("/a")
     assert newest is not None
     assert newest.id == "3"
@@ -75,7 +75,7 @@ def test_the_newest_record_of_a_name_is_found(tmp_path: Path) -> None:
 def test_retention_by_number_and_age(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j", count=2)
     for identity in "12345":
-        journal.forget(a_row(identity), ended(identity))
+        journal.forget(a_row(identity), ended(identity), "{}")
     assert sorted(journal.retire()) == ["1", "2", "3"]
     assert journal.retire() == []
     journal.close()
@@ -111,7 +111,7 @@ from tests.unit.test_journal import a_row, ended, intend, open_journal
 journal = open_journal(Path({str(tmp_path / "j")!r}))
 for number in range(100):
     intend(journal, a_row(str(number), f"/n{{number}}"))
-journal.forget(a_row("0", "/n0"), ended("0", "/n0"))
+journal.forget(a_row("0", "/n0"), ended("0", "/n0"), "{{}}")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     root = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_a_damaged_tree_costs_records_and_no_readable_row(tmp_path: Path, tree: 
     intend(journal, row)
     row.phase = Phase.COMMITTED
     journal.update(row)
-    journal.forget(a_row("2"), ended("2", "/b", "r"))
+    journal.forget(a_row("2"), ended("2", "/b", "r"), "{}")
     journal.close()
     _damage(path, tree)
     again = open_journal(path)
@@ -182,7 +182,7 @@ def test_damage_met_while_serving_stops_nothing(tmp_path: Path, tree: str) -> No
     journal._db.execute("PRAGMA shrink_memory")  # so that the page is read again
     rows[0].phase = Phase.UNDOING
     journal.update(rows[0])
-    journal.forget(rows[0], ended("1", "/a"))
+    journal.forget(rows[0], ended("1", "/a"), "{}")
     assert journal.find_record("/a") is not None
     assert journal.records == 1
     journal.close()

@@ -145,7 +145,7 @@ def test_a_span_arrives_whole(env: pytest.MonkeyPatch, collector: Collector) -> 
     assert (got.kind, parent.kind) == (Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT)
     assert (got.status.code, got.status.message) == (Status.STATUS_CODE_ERROR, "no")
     assert parent.status.code == Status.STATUS_CODE_UNSET
-    assert {attribute.key for attribute in got.attributes} == {"tightship.name", "n", "list"}
+    assert {attribute.key for attribute in got.attributes} == {"tightship.name", "n", "list", "error.type"}
     assert [(event.name, event.time_unix_nano) for event in got.events] == [("begun", now + 2)]
     assert [link.span_id.hex() for link in got.links] == [other[36:52]]
 

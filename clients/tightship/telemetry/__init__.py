@@ -2,7 +2,7 @@
 
 On only when the standard OpenTelemetry variables ask for it; else nothing of OpenTelemetry is imported or started. On
 the way of a launch a tracer only makes W3C traceparent strings; the spans are built later, from times the code keeps
-anyway, and go to a bounded queue that a thread of the SDK exports. Nothing here blocks or fails its caller. This
+anyway, by the thread of the SDK that exports them from a bounded queue. Nothing here blocks or fails its caller. This
 package imports nothing of tightship.
 
 Honoured: OTEL_SDK_DISABLED, OTEL_TRACES_EXPORTER (otlp, console, none), OTEL_EXPORTER_OTLP_* (protocol http/protobuf),
@@ -11,6 +11,7 @@ OTEL_TRACES_SAMPLER and its argument, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTE
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -20,11 +21,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from tightship.telemetry.conventions import ERROR_TYPE
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import SpanContext
 
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Value = str | bool | int | float | Sequence[str] | None
@@ -36,6 +37,9 @@ _SAMPLED = 0x01
 
 # Seconds for one export, where the environment says nothing: a dead collector must not hold an ending process.
 _EXPORT_TIMEOUT_S = 2.0
+
+# Of spans, where the environment says nothing: the SDK's own.
+_QUEUE_MAX = 2048
 
 _log = logging.getLogger("tightship.telemetry")
 
@@ -78,12 +82,13 @@ class Tracer:
         kind: Kind = "internal",
         attributes: Attributes | None = None,
         error: str | None = None,
+        error_type: str = "",
         events: Iterable[tuple[str, int, Attributes]] = (),
         links: Iterable[str] = (),
     ) -> None:
-        """Sends the span `traceparent` (made by `context`) on its way. Times are of `time.time_ns()`. Never blocks.
+        """Sends the span `traceparent` (of `context` or `child`) on its way. Times are of `time.time_ns()`.
 
-        `error` is the description of a failure; attributes that are None are left out.
+        `error` describes a failure, and `error_type` is its class; attributes that are None are left out. Never blocks.
         """
 
     def shutdown(self, timeout_s: float) -> None:
@@ -104,11 +109,22 @@ class _Exporting(Tracer):
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+        from tightship.telemetry.late import BuildingExporter, Late
+
         # The provider only reads the sampler from the environment; spans don't go through it.
-        self._provider: TracerProvider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
-        self._inherit = isinstance(self._provider.sampler, sampling.ParentBased)
-        self._scope = InstrumentationScope(service)
-        self._processor: SpanProcessor = BatchSpanProcessor(exporter)
+        provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
+        self._sampler = provider.sampler
+        self._inherit = isinstance(provider.sampler, sampling.ParentBased)
+        self._late = Late
+        self._exporter = BuildingExporter(exporter, provider.resource, InstrumentationScope(service))
+        self._processor = BatchSpanProcessor(self._exporter)
+        self._queue_max = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or _QUEUE_MAX)
+        self._emitted = 0
+        self._refused = 0
+
+    @property
+    def dropped(self) -> int:  # type: ignore[override]
+        return self._refused + self._exporter.failed
 
     def context(self, parent: str | None = None) -> str:
         from opentelemetry.sdk.trace.sampling import Decision
@@ -120,7 +136,7 @@ class _Exporting(Tracer):
                 return f"00-{trace}-{span}-{parent[53:]}"
         else:
             trace = secrets.token_hex(16)
-        decision = self._provider.sampler.should_sample(None, int(trace, 16), "").decision
+        decision = self._sampler.should_sample(None, int(trace, 16), "").decision
         return f"00-{trace}-{span}-{'01' if decision is Decision.RECORD_AND_SAMPLE else '00'}"
 
     def emit(
@@ -134,33 +150,32 @@ class _Exporting(Tracer):
         kind: Kind = "internal",
         attributes: Attributes | None = None,
         error: str | None = None,
+        error_type: str = "",
         events: Iterable[tuple[str, int, Attributes]] = (),
         links: Iterable[str] = (),
     ) -> None:
-        from opentelemetry.sdk.trace import Event, ReadableSpan
-        from opentelemetry.trace import Link, SpanKind
-        from opentelemetry.trace.status import Status, StatusCode
-
-        own = _context(traceparent, remote=False)
-        if own is None or not own.trace_flags.sampled:
+        if not sampled(traceparent):
             return
-        linked = [context for context in (_context(link, remote=True) for link in links) if context is not None]
-        self._processor.on_end(
-            ReadableSpan(
-                name,
-                context=own,
-                parent=_context(parent, remote=True),
-                resource=self._provider.resource,
-                attributes=_present(attributes),
-                events=[Event(label, _present(values), time_ns) for label, time_ns, values in events],
-                links=[Link(context) for context in linked],
-                kind=SpanKind[kind.upper()],
-                status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error),
-                start_time=start_ns,
-                end_time=max(start_ns, end_ns),
-                instrumentation_scope=self._scope,
-            )
+        # The SDK's own queue drops the oldest, with a line in the log for each.
+        if self._emitted - self._exporter.taken >= self._queue_max:
+            self._refused += 1
+            return
+        self._emitted += 1
+        if error is not None:
+            attributes = {**(attributes or {}), ERROR_TYPE: error_type or "_OTHER"}
+        late = self._late(
+            traceparent=traceparent,
+            parent=parent,
+            name=name,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            kind=kind,
+            attributes=attributes,
+            error=error,
+            events=events,
+            links=links,
         )
+        self._processor.on_end(late)
 
     def shutdown(self, timeout_s: float) -> None:
         # The SDK's own bound is 30 s; a daemon thread that is still in it does not hold the process.
@@ -202,14 +217,11 @@ def _resource(service: str) -> Resource:
     return Resource.create(ours)
 
 
-def _context(traceparent: str | None, remote: bool) -> SpanContext | None:
-    if not traceparent or not _TRACEPARENT.fullmatch(traceparent):
-        return None
-    from opentelemetry.trace import SpanContext, TraceFlags
-
-    flags = TraceFlags(int(traceparent[53:], 16) & _SAMPLED)
-    return SpanContext(int(traceparent[3:35], 16), int(traceparent[36:52], 16), is_remote=remote, trace_flags=flags)
+def sampled(traceparent: str) -> bool:
+    """Whether spans of this trace are exported; False for an empty one."""
+    return len(traceparent) == 55 and bool(int(traceparent[53:], 16) & _SAMPLED)
 
 
-def _present(attributes: Attributes | None) -> dict[str, str | bool | int | float | Sequence[str]]:
-    return {key: value for key, value in (attributes or {}).items() if value is not None}
+def child(parent: str, key: str) -> str:
+    """A traceparent below `parent`, the same one for the same key: what tells of a span again tells of one span."""
+    return f"{parent[:36]}{hashlib.blake2b((parent[36:52] + key).encode(), digest_size=8).hexdigest()}{parent[52:]}"

@@ -1296,6 +1296,146 @@ class Container(_message.Message):
 Global___Container: _TypeAlias = Container  # noqa: Y015
 
 @_typing.final
+class TraceRequest(_message.Message):
+    """Which container's trace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, id, or "last": where something began or ended last."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceRequest: _TypeAlias = TraceRequest  # noqa: Y015
+
+@_typing.final
+class TraceResponse(_message.Message):
+    """The spans of one container."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Of the container."""
+    name: _builtins.str
+    """Absolute."""
+    trace_id: _builtins.str
+    """W3C trace id, for a look in the tracing system; empty where tracing was off."""
+    sampled: _builtins.bool
+    """Whether the spans were sent to it."""
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceSpan]:
+        """Parents before their children. Those of calls are not among them; the
+        lease's times are the switchboard's to tell.
+        """
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        sampled: _builtins.bool = ...,
+        spans: _abc.Iterable[Global___TraceSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "name", b"name", "sampled", b"sampled", "spans", b"spans", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceResponse: _TypeAlias = TraceResponse  # noqa: Y015
+
+@_typing.final
+class TraceSpan(_message.Message):
+    """One span, the same as the exported one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AttributesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SPAN_ID_FIELD_NUMBER: _builtins.int
+    PARENT_SPAN_ID_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_TYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"launch", "create", "cleanup", or the name of a step."""
+    span_id: _builtins.str
+    """16 hex digits."""
+    parent_span_id: _builtins.str
+    """Of the span above; of a call's, which is not told here, for the first."""
+    error: _builtins.str
+    """What went wrong; empty where nothing did."""
+    error_type: _builtins.str
+    """The class of that, for example "CLEANUP_PENDING"."""
+    @_builtins.property
+    def start(self) -> _timestamp_pb2.Timestamp:
+        """On the clock of the service's machine."""
+
+    @_builtins.property
+    def end(self) -> _timestamp_pb2.Timestamp:
+        """Absent while it goes on."""
+
+    @_builtins.property
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By the names that docs/operations.md explains; numbers in decimal."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        span_id: _builtins.str = ...,
+        parent_span_id: _builtins.str = ...,
+        start: _timestamp_pb2.Timestamp | None = ...,
+        end: _timestamp_pb2.Timestamp | None = ...,
+        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        error: _builtins.str = ...,
+        error_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "end", b"end", "error", b"error", "error_type", b"error_type", "name", b"name", "parent_span_id", b"parent_span_id", "span_id", b"span_id", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceSpan: _TypeAlias = TraceSpan  # noqa: Y015
+
+@_typing.final
 class AuditRequest(_message.Message):
     """What to do with what is found."""
 

@@ -85,6 +85,11 @@ class ContainerizerServiceStub:
                 request_serializer=tightship_dot_v1_dot_containerizer__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=tightship_dot_v1_dot_containerizer__pb2.RemoveResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/Trace',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.TraceRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.TraceResponse.FromString,
+                _registered_method=True)
         self.Audit = channel.unary_unary(
                 '/tightship.v1.ContainerizerService/Audit',
                 request_serializer=tightship_dot_v1_dot_containerizer__pb2.AuditRequest.SerializeToString,
@@ -190,6 +195,15 @@ class ContainerizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """What happened to a container, living or recorded, as spans with their times,
+        from the journal: it needs no collector, and tracing need not be on. Never
+        waits. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Audit(self, request, context):
         """Looks for residue on the machine and in both services, twice, 200 ms apart.
         UNAVAILABLE (AUDIT_INCOMPLETE) where a service did not answer.
@@ -245,6 +259,11 @@ def add_ContainerizerServiceServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=tightship_dot_v1_dot_containerizer__pb2.RemoveRequest.FromString,
                     response_serializer=tightship_dot_v1_dot_containerizer__pb2.RemoveResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.TraceRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.TraceResponse.SerializeToString,
             ),
             'Audit': grpc.unary_unary_rpc_method_handler(
                     servicer.Audit,
@@ -501,6 +520,33 @@ class ContainerizerService:
             '/tightship.v1.ContainerizerService/Remove',
             tightship_dot_v1_dot_containerizer__pb2.RemoveRequest.SerializeToString,
             tightship_dot_v1_dot_containerizer__pb2.RemoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/Trace',
+            tightship_dot_v1_dot_containerizer__pb2.TraceRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

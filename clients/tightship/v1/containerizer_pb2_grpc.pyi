@@ -94,6 +94,11 @@ class ContainerizerServiceStub:
     """Forgets the record and the logs of a container that has ended.
     FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
     """
+    Trace: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.TraceRequest, _containerizer_pb2.TraceResponse]
+    """What happened to a container, living or recorded, as spans with their times,
+    from the journal: it needs no collector, and tracing need not be on. Never
+    waits. NOT_FOUND.
+    """
     Audit: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.AuditRequest, _containerizer_pb2.AuditResponse]
     """Looks for residue on the machine and in both services, twice, 200 ms apart.
     UNAVAILABLE (AUDIT_INCOMPLETE) where a service did not answer.
@@ -161,6 +166,11 @@ class ContainerizerServiceAsyncStub(ContainerizerServiceStub):
     Remove: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.RemoveRequest, _containerizer_pb2.RemoveResponse]  # type: ignore[assignment]
     """Forgets the record and the logs of a container that has ended.
     FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
+    """
+    Trace: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.TraceRequest, _containerizer_pb2.TraceResponse]  # type: ignore[assignment]
+    """What happened to a container, living or recorded, as spans with their times,
+    from the journal: it needs no collector, and tracing need not be on. Never
+    waits. NOT_FOUND.
     """
     Audit: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.AuditRequest, _containerizer_pb2.AuditResponse]  # type: ignore[assignment]
     """Looks for residue on the machine and in both services, twice, 200 ms apart.
@@ -280,6 +290,17 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_containerizer_pb2.RemoveResponse, _abc.Awaitable[_containerizer_pb2.RemoveResponse]]:
         """Forgets the record and the logs of a container that has ended.
         FAILED_PRECONDITION (LIVING) where it has not; NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _containerizer_pb2.TraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.TraceResponse, _abc.Awaitable[_containerizer_pb2.TraceResponse]]:
+        """What happened to a container, living or recorded, as spans with their times,
+        from the journal: it needs no collector, and tracing need not be on. Never
+        waits. NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

@@ -1,5 +1,7 @@
 """The journal: what was intended, durable before it is done, and the records of what has ended.
 
+What leaves no record (a create, a cleanup) leaves its story in a table of its own, for as long.
+
 One SQLite file in WAL mode without fsync: it must outlive a SIGKILL, not a power cut, which cgroups and pipes don't
 outlive either. A row holds the whole plan of a container and goes through its phases; deleting it and writing the
 record is one transaction.
@@ -143,7 +145,6 @@ class Ended:
     cleanup: bytes
     pid: int
     ran: bool
-    times: str
 
 
 class Journal:
@@ -184,19 +185,28 @@ class Journal:
             (row.phase, row.reason, _live_json(row.live), row.record, row.id),
         )
 
-    def forget(self, row: Row, ended: Ended | None) -> None:
-        """The row goes, and the record (where there is one) comes, at once."""
-        self._guarded(lambda: self._forget(row, ended))
+    def times(self, identity: str) -> dict[str, tuple[int, int]]:
+        """The times of steps that the row of a living container has."""
+        found = self._query("SELECT live FROM containers WHERE id = ?", (identity,))
+        return {name: (begin, end) for name, (begin, end) in json.loads(found[0][0])["times"].items()} if found else {}
 
-    def _forget(self, row: Row, ended: Ended | None) -> None:
+    def forget(self, row: Row, ended: Ended | None, story: str) -> None:
+        """The row goes, and its story comes, with the record where there is one, at once."""
+        self._guarded(lambda: self._forget(row, ended, story))
+
+    def _forget(self, row: Row, ended: Ended | None, story: str) -> None:
         with self._transaction():
             self._db.execute("DELETE FROM containers WHERE id = ?", (row.id,))
-            if ended is not None:
+            if ended is None:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO stories VALUES (?, ?, ?, ?)", (row.id, row.name, _boottime(), story)
+                )
+            else:
                 self._db.execute(
                     "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (
                         ended.id, ended.name, ended.request_id, ended.request_hash, _boottime(), ended.container,
-                        ended.cleanup, ended.pid, ended.ran, ended.times,
+                        ended.cleanup, ended.pid, ended.ran, story,
                     ),
                 )  # fmt: skip
         self.records += ended is not None
@@ -205,6 +215,31 @@ class Journal:
         """The newest record of the name, or the one of the id."""
         column = "name" if name_or_id.startswith("/") else "id"
         return self._newest(column, name_or_id)
+
+    def find_story(self, name_or_id: str) -> tuple[str, str, float] | None:
+        """Name, story and time of the end (CLOCK_BOOTTIME) of the newest of the name, or the one of the id."""
+        column = "name" if name_or_id.startswith("/") else "id"
+        return next(self._stories(f"WHERE {column} = ?", name_or_id), None)
+
+    def trace_of(self, identity: str) -> str:
+        """The traceparent of what has ended; empty where there is none."""
+        found = self._query("SELECT json_extract(times, '$.trace') FROM records WHERE id = ?", (identity,))
+        return str(found[0][0] or "") if found else ""
+
+    def stories(self) -> Iterator[tuple[str, str, float]]:
+        """The same of all that are kept, newest first."""
+        return self._stories("", None)
+
+    def _stories(self, condition: str, value: object) -> Iterator[tuple[str, str, float]]:
+        query = f"""
+            SELECT name, times, ended FROM records {condition} UNION ALL
+            SELECT name, story, ended FROM stories {condition} ORDER BY ended DESC LIMIT 16 OFFSET ?
+        """  # noqa: S608 - constants of this module
+        values = () if value is None else (value, value)
+        offset = 0
+        while batch := self._query(query, (*values, offset)):
+            yield from batch
+            offset += len(batch)
 
     def find_request(self, request_id: str) -> Ended | None:
         """The newest record of a launch with this request id."""
@@ -221,11 +256,15 @@ class Journal:
     def remove_records(self, name_or_id: str) -> list[str]:
         """Forgets the records of a name or an id; the ids."""
         column = "name" if name_or_id.startswith("/") else "id"
+        self._query(f"DELETE FROM stories WHERE {column} = ?", (name_or_id,))  # noqa: S608 - constants of this module
         return self._delete(f"{column} = ?", name_or_id)
 
     def retire(self) -> list[str]:
         """Forgets the records past retention; the ids, whose logs may go."""
-        gone = self._delete("ended < ?", _boottime() - self._age)
+        newest = "SELECT id FROM stories ORDER BY ended DESC LIMIT -1 OFFSET ?"
+        old = _boottime() - self._age
+        self._query(f"DELETE FROM stories WHERE ended < ? OR id IN ({newest})", (old, self._count))  # noqa: S608 - ours
+        gone = self._delete("ended < ?", old)
         surplus = self.records - self._count
         if surplus > 0:
             gone += self._delete("id IN (SELECT id FROM records ORDER BY ended, rowid LIMIT ?)", surplus)
@@ -337,6 +376,10 @@ def _prepare(db: sqlite3.Connection) -> None:
             ended REAL NOT NULL, container BLOB NOT NULL, cleanup BLOB NOT NULL, pid INTEGER NOT NULL,
             ran INTEGER NOT NULL, times TEXT NOT NULL
         );
+        CREATE TABLE IF NOT EXISTS stories (
+            id TEXT PRIMARY KEY, name TEXT NOT NULL, ended REAL NOT NULL, story TEXT NOT NULL
+        );
+        CREATE INDEX IF NOT EXISTS stories_name ON stories (name);
         CREATE INDEX IF NOT EXISTS records_name ON records (name);
         CREATE INDEX IF NOT EXISTS records_request ON records (request_id) WHERE request_id != '';
         CREATE INDEX IF NOT EXISTS records_ended ON records (ended);
@@ -365,8 +408,8 @@ def _set_aside(path: Path) -> None:
 
 
 def _ended(found: tuple[Any, ...]) -> Ended:
-    identity, name, request_id, request_hash, _, container, cleanup, pid, ran, times = found
-    return Ended(identity, name, request_id, request_hash, container, cleanup, pid, bool(ran), times)
+    identity, name, request_id, request_hash, _, container, cleanup, pid, ran, _ = found
+    return Ended(identity, name, request_id, request_hash, container, cleanup, pid, bool(ran))
 
 
 def _live_json(live: Live) -> str:

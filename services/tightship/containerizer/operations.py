@@ -22,7 +22,7 @@ from tightship.common import failpoints, logs
 from tightship.common.errors import Code, ServiceError
 from tightship.common.rundir import RunDir
 from tightship.common.telemetry import Tracer
-from tightship.containerizer import records, refusals, spans, steps
+from tightship.containerizer import records, refusals, spans, steps, story
 from tightship.containerizer.backoff import Backoff
 from tightship.containerizer.counts import Counts
 from tightship.containerizer.journal import Ended, Journal, Kind, Phase, Row
@@ -74,6 +74,17 @@ class Parts:
 class Operation:
     """One container. Made with its row in the journal already, then `start`ed once."""
 
+    # Set where it comes to that, so that a container that lives does not carry them.
+    walk_begun_ns = 0
+    walking = False
+    walks: tuple[story.Walked, ...] = ()
+    links: tuple[str, ...] = ()
+    """Traces of calls about it, for its next span."""
+    launch_told = begun_told = False
+    """What of its spans is sent."""
+    settled = False
+    """It has lived for a while: the times of its steps are on disk alone."""
+
     def __init__(self, parts: Parts, row: Row, *, remaining: float | None = None, recovering: bool = False) -> None:
         self.parts = parts
         self.row = row
@@ -108,13 +119,12 @@ class Operation:
         self._again = False
         self.stuck: asyncio.Future[Any] | None = None
         self.done = Undone()
-        self.undo_begun_ns = 0
         self._undo_begun = 0.0
         self.undo_budget = 0.0
         self.undo_times: steps.Times = {}
+        """Of the walk that is on, or was the last."""
         self.cancel_step = row.phase.value if recovering else ""
         """The step that was on when it ended, after a crash the phase that the journal tells; empty once it runs."""
-        self.launch_emitted = False
         self._counters = records.Counters()
         """What was counted before directories went whose process had not been told to have ended."""
         self._timers: list[asyncio.TimerHandle] = []
@@ -289,8 +299,6 @@ class Operation:
             self.changed()
         self._arm("timeout", row.live.deadline)
         self._arm("max_lifetime", row.live.lifetime)
-        if self.parts.tracer.enabled:
-            asyncio.get_running_loop().call_later(1.0, spans.emit_launch, self)
         await self.until(lambda: self.exit or self.asked)
         return "exit" if self.exit else self.asked
 
@@ -409,8 +417,8 @@ class Operation:
         row.phase = Phase.UNDOING
         row.reason = reason
         self.recovering = False
-        self.undo_begun_ns = time.time_ns()
         self._undo_begun = time.monotonic()
+        self._unsettle()
         if self.exit is not None and self.record is None:
             self.conclude()
         else:
@@ -419,7 +427,10 @@ class Operation:
         while True:
             self._again = self.impatient = False
             self.undo_budget, self._budget = self._budget_now(), None
-            self.left = await self._walk()
+            self.undo_times, self.walk_begun_ns = {}, time.time_ns()
+            with spans.walking(self):
+                self.left = await self._walk()
+            story.keep(self)
             if not self.left and self._forget():
                 break
             if not self.over_budget:
@@ -427,7 +438,7 @@ class Operation:
                 left = "; ".join(f"{name}: {why}" for name, why in self.left.items())
                 log.warning("the cleanup is pending and goes on: %s", left, extra=self._about())
             self.over = True
-            spans.emit_cleanup(self)
+            spans.tell_end(self)
             self.changed()
             await self.until(lambda: self._again, backoff.next())
             self.over = False
@@ -437,9 +448,24 @@ class Operation:
         self.changed()
         if row.live.opened:
             self.parts.spawner.order("ACK", launch=row.id)
-        if self.parts.tracer.enabled:
-            spans.emit_launch(self)
-            spans.emit_cleanup(self)
+        spans.tell_end(self)
+
+    def settle(self) -> bool:
+        """What lives for longer: the times of its steps go to the journal alone. False where it has not started yet."""
+        spans.tell_going_on(self)
+        if not self.started or self.closing:
+            return self.closing
+        with contextlib.suppress(sqlite3.Error):  # then they stay in memory
+            self.parts.journal.update(self.row)
+            self.row.live.times = {}
+            self.settled = True
+        return True
+
+    def _unsettle(self) -> None:
+        if self.settled:
+            with contextlib.suppress(sqlite3.Error):
+                self.row.live.times = self.parts.journal.times(self.row.id)
+            self.settled = False
 
     async def _walk(self) -> dict[str, str]:
         walk = Walk(self, self.undo_budget)
@@ -484,9 +510,9 @@ class Operation:
                 self.record = records.of_failure(row, self.error, "" if self.error else row.reason)
             ended = self._ended(self.record)
         try:
-            self.parts.journal.forget(row, ended)
+            self.parts.journal.forget(row, ended, story.to_json(story.of(self)))
         except sqlite3.Error as error:
-            self.left = {"journal": str(error)}
+            self.left = self.walks[-1]["left"] = {"journal": str(error)}
             return False
         if self.record is not None:
             self.parts.counts.launches[self.record.reason] += 1
@@ -516,7 +542,6 @@ class Operation:
             cleanup.SerializeToString(),
             row.live.pid,
             row.live.opened,
-            spans.times_json(row.live.times | self.undo_times),
         )
 
     # Small parts.

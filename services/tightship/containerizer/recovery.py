@@ -39,7 +39,12 @@ def load(parts: Parts) -> list[Operation]:
     for row in parts.journal.rows:
         if row.kind is Kind.CLEANUP or row.phase is Phase.INTENDED or (row.kind is Kind.LAUNCH and not row.detach):
             row.parent_trace = row.caller_trace  # its call died with us, and nobody sends its span
-        operations.append(Operation(parts, row, recovering=True))
+        operation = Operation(parts, row, recovering=True)
+        if row.phase is Phase.COMMITTED and row.live.times.keys() & {"open", "commit"}:
+            # Only what had settled has these: its spans were sent.
+            operation.launch_told = operation.begun_told = operation.settled = True
+            row.live.times = {}
+        operations.append(operation)
     parts.journal.rows = []
     parts.journal.living = lambda: [each.row for each in parts.registry.by_id.values()]
     for operation in operations:

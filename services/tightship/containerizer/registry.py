@@ -18,6 +18,7 @@ class Registry:
         self._by_name: dict[str, Operation] = {}
         self._by_request: dict[str, Operation] = {}
         self._children: dict[str, set[str]] = {}
+        self._fresh: list[str] = []
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -26,6 +27,7 @@ class Registry:
         row = operation.row
         assert row.name not in self._by_name and row.id not in self.by_id
         self.by_id[row.id] = operation
+        self._fresh.append(row.id)
         self._by_name[row.name] = operation
         if row.request_id:
             self._by_request[row.request_id] = operation
@@ -66,6 +68,14 @@ class Registry:
             found.append(child)
             todo += self.children(child.row.name)[::-1]
         return found
+
+    def settle(self, older_than: int) -> None:
+        """Has those settle that were added before (wall clock, ns) and still live."""
+        fresh, self._fresh = self._fresh, []
+        for identity in fresh:
+            operation = self.by_id.get(identity)
+            if operation is not None and (operation.row.created > older_than or not operation.settle()):
+                self._fresh.append(identity)
 
     def is_living(self, identity: str) -> bool:
         return identity in self.by_id

@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import sqlite3
+import time
 
 from tightship.common import metrics, threads
 from tightship.common.packets import Packet
@@ -26,6 +27,7 @@ from tightship.containerizer.records import Exit
 from tightship.containerizer.registry import Registry
 from tightship.containerizer.service import Service
 from tightship.containerizer.settings import Settings
+from tightship.containerizer.spans import SLOW_S
 from tightship.containerizer.spawner_link import SpawnerLink, VersionRefused
 from tightship.containerizer.switchboard_link import SwitchboardLink
 from tightship.v1 import containerizer_pb2_grpc
@@ -101,9 +103,10 @@ async def serve(run: RunDir, found: Machine, settings: Settings, scraped_at: met
         await serving.ready()
         gc.collect()
         gc.freeze()  # what is here now stays; collections need not look at it
-        retiring = asyncio.create_task(_retire(parts), name="retention")
+        keeping = [asyncio.create_task(each(parts), name=each.__name__) for each in (_retire, _settle)]
         await _first(stop, parts.spawner.ended)
-        retiring.cancel()
+        for each in keeping:
+            each.cancel()
         if parts.spawner.ended.is_set():
             log.warning("the spawner's connection has ended")
             return 1
@@ -170,6 +173,13 @@ async def _retire(parts: Parts) -> None:
             continue
         for lease in gone:
             parts.switchboard.forget(lease)
+
+
+async def _settle(parts: Parts) -> None:
+    """What lives for longer needs less memory."""
+    while True:
+        await asyncio.sleep(SLOW_S)
+        parts.registry.settle(time.time_ns() - int(SLOW_S * 1e9))
 
 
 def _on_event(registry: Registry, event: Packet) -> None:

@@ -17,7 +17,8 @@ import grpc
 
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
-from tightship.containerizer import admission, audit, describe, listing, names, requests, spec
+from tightship.common.telemetry import emit_call
+from tightship.containerizer import admission, audit, describe, listing, names, requests, spans, spec, story
 from tightship.containerizer.journal import Ended, Kind
 from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.recovery import marked
@@ -57,7 +58,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             if isinstance(operation, Ended):
                 for response in _replay(operation, request.detach):
                     yield response
+                trace.link_to(self._parts.journal.trace_of(operation.id))
                 return
+            if joined:
+                trace.link(operation)
             operation.join()
             reason = "client_cancelled"
             try:
@@ -238,9 +242,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         return kept
 
     async def Destroy(self, request: pb.DestroyRequest, context: Any) -> pb.DestroyResponse:
-        async with self._call(context, "Destroy", request):
+        async with self._call(context, "Destroy", request) as trace:
             await self._mutating()
             operation = self._living(request.name)
+            trace.link(operation)
             if not request.force and not operation.closing:
                 self._check_unused(operation)
             budget = self._budget(request, operation, context)
@@ -317,10 +322,11 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         return total
 
     async def Kill(self, request: pb.KillRequest, context: Any) -> pb.KillResponse:
-        async with self._call(context, "Kill", request):
+        async with self._call(context, "Kill", request) as trace:
             await self._mutating()
             number = spec.signal_number(request.signal or "KILL", "signal")
             operation = self._living(request.name)
+            trace.link(operation)
             gone = ServiceError(
                 Code.FAILED_PRECONDITION, "NO_PROCESS", f"{operation.row.name} has no running main process", None
             )
@@ -336,11 +342,14 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             return pb.KillResponse()
 
     async def Wait(self, request: pb.WaitRequest, context: Any) -> pb.WaitResponse:
-        async with self._call(context, "Wait", request):
+        async with self._call(context, "Wait", request) as trace:
             name = self._name_or_id(request.name)
             operation = self._parts.registry.find(name)
             if operation is None or operation.row.kind is Kind.CLEANUP:
-                return pb.WaitResponse(record=describe.ended(self._record(name)).record)
+                record = describe.ended(self._record(name)).record
+                trace.link_to(self._parts.journal.trace_of(record.id))
+                return pb.WaitResponse(record=record)
+            trace.link(operation)
             if operation.row.kind is Kind.CREATE:
                 raise ServiceError(
                     Code.FAILED_PRECONDITION,
@@ -388,6 +397,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 self._parts.switchboard.forget(lease)
             return pb.RemoveResponse(records=len(gone))
 
+    async def Trace(self, request: pb.TraceRequest, context: Any) -> pb.TraceResponse:
+        async with self._call(context, "Trace", request):
+            return spans.answer(self._story(request.name))
+
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditResponse:
         async with self._call(context, "Audit", request):
             await self._mutating()
@@ -409,35 +422,30 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             begun = time.time_ns()
             call = CallTrace(trace, parent)
             status = "OK"
-            error: str | None = None
+            message = ""
             try:
                 requests.known(request)
                 yield call
             except ServiceError as failed:
-                status, error = failed.code.name, failed.message
+                status, message = failed.code.name, failed.message
                 raise
             except (asyncio.CancelledError, GeneratorExit):
                 if not call.answered:
                     status = "DEADLINE_EXCEEDED" if _why(context) == "deadline_exceeded" else "CANCELLED"
-                    error = status
                 raise
             except Exception as failed:
-                status, error = "UNKNOWN", repr(failed)
+                status, message = "UNKNOWN", repr(failed)
                 raise
             finally:
-                tracer.emit(
+                emit_call(
+                    tracer,
                     trace,
-                    parent or None,
-                    f"tightship.v1.ContainerizerService/{method}",
-                    begun,
-                    time.time_ns(),
-                    kind="server",
-                    attributes={
-                        "rpc.system.name": "grpc",
-                        "rpc.method": f"tightship.v1.ContainerizerService/{method}",
-                        "rpc.response.status_code": status,
-                    },
-                    error=error,
+                    parent=parent,
+                    method=f"ContainerizerService/{method}",
+                    begun_ns=begun,
+                    status=status,
+                    message=message,
+                    links=call.links,
                 )
 
     async def _mutating(self) -> None:
@@ -472,6 +480,29 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         if record is None:
             raise _not_found(name)
         return record
+
+    def _story(self, text: str) -> story.Story:
+        """Of a container, living or ended; of "last" the one that began, or ended, last."""
+        journal, registry = self._parts.journal, self._parts.registry
+        if text != "last":
+            name = self._name_or_id(text)
+            operation = registry.find(name)
+            kept = None if operation is not None else journal.find_story(name)
+        else:
+            name = "that has begun yet"
+            operation = max(registry.by_id.values(), key=lambda each: each.row.created, default=None)
+            kept = next(journal.stories(), None)
+            if operation is not None and kept is not None:
+                age = time.clock_gettime(time.CLOCK_BOOTTIME) - kept[2]
+                if operation.row.created < time.time_ns() - age * 1e9:
+                    operation = None
+        if operation is not None:
+            times = journal.times(operation.row.id) if operation.settled else None
+            return story.of(operation, times)
+        told = story.from_json(kept[1]) if kept is not None else None
+        if told is None:
+            raise _not_found(name)
+        return told
 
     def _budget(
         self, request: pb.DestroyRequest | pb.CleanupRequest, operation: Operation | None, context: Context

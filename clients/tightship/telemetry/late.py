@@ -1,0 +1,101 @@
+"""Spans that are kept as they were told, and built by the thread that exports them.
+
+Imported only where tracing is on: it needs the SDK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
+
+Present = dict[str, str | bool | int | float | Sequence[str]]
+
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_ANY = SpanContext(1, 1, is_remote=False, trace_flags=_SAMPLED)
+
+
+class Late(ReadableSpan):
+    """What `Tracer.emit` was told; to the SDK's queue it is a span that is sampled."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, **told: Any) -> None:
+        self.told = told
+
+    @property
+    def context(self) -> SpanContext:
+        return _ANY
+
+
+class BuildingExporter(SpanExporter):
+    """Builds the spans of a batch and exports them. Counts: `taken` from the queue, `failed` to be exported."""
+
+    def __init__(self, exporter: SpanExporter, resource: Resource, scope: InstrumentationScope) -> None:
+        self.taken = 0
+        self.failed = 0
+        self._exporter = exporter
+        self._resource = resource
+        self._scope = scope
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.taken += len(spans)
+        self.failed += len(spans)  # also where it raises
+        built = [self._built(**each.told) for each in spans if isinstance(each, Late)]
+        result = self._exporter.export(built)
+        if result is SpanExportResult.SUCCESS:
+            self.failed -= len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def _built(
+        self,
+        *,
+        traceparent: str,
+        parent: str | None,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        kind: str,
+        attributes: Mapping[str, str | bool | int | float | Sequence[str] | None] | None,
+        error: str | None,
+        events: Iterable[tuple[str, int, Mapping[str, str]]],
+        links: Iterable[str],
+    ) -> ReadableSpan:
+        linked = [context for context in (_context(link, remote=True) for link in links) if context is not None]
+        return ReadableSpan(
+            name,
+            context=_context(traceparent, remote=False),
+            parent=_context(parent, remote=True),
+            resource=self._resource,
+            attributes=_present(attributes),
+            events=[Event(label, _present(values), time_ns) for label, time_ns, values in events],
+            links=[Link(context) for context in linked],
+            kind=SpanKind[kind.upper()],
+            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error),
+            start_time=start_ns,
+            end_time=max(start_ns, end_ns),
+            instrumentation_scope=self._scope,
+        )
+
+
+def _context(traceparent: str | None, remote: bool) -> SpanContext | None:
+    """None for what is no valid traceparent."""
+    try:
+        trace, span, flags = (int(part, 16) for part in (traceparent or "").split("-")[1:])
+    except ValueError:
+        return None
+    context = SpanContext(trace, span, is_remote=remote, trace_flags=TraceFlags(flags & TraceFlags.SAMPLED))
+    return context if context.is_valid else None
+
+
+def _present(attributes: Mapping[str, str | bool | int | float | Sequence[str] | None] | None) -> Present:
+    return {key: value for key, value in (attributes or {}).items() if value is not None}
