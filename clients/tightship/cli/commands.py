@@ -26,6 +26,7 @@ _COMMANDS = {
     "spec": ("containers", "spec", "Print a container's spec."),
     "logs": ("output", "logs", "Print a container's output."),
     "attach": ("output", "attach", "Follow a container's output, pass it input."),
+    "trace": ("trace", "trace", "Draw what happened to a container."),
     "leases": ("containers", "leases", "List leases on standard streams."),
     "audit": ("containers", "audit", "Look for what nothing alive explains."),
     "rm": ("containers", "rm", "Forget an ended container's record and logs."),

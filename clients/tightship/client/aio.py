@@ -218,6 +218,18 @@ class AsyncClient:
             "ContainerizerService/Audit", self.containerizer.Audit, pb.AuditRequest(fix=fix), repeat=not fix
         )
 
+    async def trace(self, name: str) -> pb.TraceResponse:
+        """What happened to a container (name, id, or "last"), as spans; from the service's journal."""
+        return await self._unary(
+            "ContainerizerService/Trace", self.containerizer.Trace, pb.TraceRequest(name=name), repeat=True
+        )
+
+    async def lease(self, lease_id: str) -> switchboard_pb2.Lease:
+        """A lease, living or closed."""
+        request = switchboard_pb2.GetLeaseRequest(lease_id=lease_id)
+        response = await self._unary("SwitchboardService/GetLease", self.switchboard.GetLease, request, repeat=True)
+        return response.lease
+
     # Streams
 
     async def leases(self, *, owner: str = "", closed: bool = False) -> Sequence[switchboard_pb2.Lease]:
@@ -273,6 +285,11 @@ class AsyncClient:
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             raise TightshipError(grpc.StatusCode.UNAVAILABLE, f"{service} does not serve yet")
 
+    def span(self, method: str, parent: str = "") -> CallSpan:
+        """The span of a call of "Service/Method", below `parent` (a traceparent), else the caller's."""
+        target = self._targets["containerizer" if method.startswith("Containerizer") else "switchboard"]
+        return CallSpan(self.tracer, f"tightship.v1.{method}", parent, target)
+
     def _channel(self, service: str) -> grpc.aio.Channel:
         if service not in self._channels:
             self._channels[service] = channel.connect(self._targets[service])
@@ -289,7 +306,7 @@ class AsyncClient:
         repeat: bool = False,
     ) -> Response:
         """`repeat`: doing it twice is the same as once."""
-        span = CallSpan(self.tracer, f"tightship.v1.{name}")
+        span = self.span(name)
         limit = timeout or (self.timeout_s if bounded else None)
 
         async def attempt() -> Response:

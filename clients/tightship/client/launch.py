@@ -16,7 +16,7 @@ import grpc
 
 from tightship.client import retry, streams
 from tightship.client.errors import TightshipError
-from tightship.client.tracing import CallSpan
+from tightship.telemetry import conventions
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import switchboard_pb2
 
@@ -51,7 +51,8 @@ class AsyncLaunch:
         self.output_end: switchboard_pb2.AttachOutputResponse.AttachEnd | None = None
         """How a followed `output` ended."""
         self._client = client
-        self._span = CallSpan(client.tracer, "tightship.v1.ContainerizerService/Launch")
+        self._span = client.span("ContainerizerService/Launch")
+        self._trace = self._span.traceparent
         self._metadata = self._span.metadata
         self._call: Call | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -118,14 +119,14 @@ class AsyncLaunch:
             streams=names,
             offsets=(stdout_offset, stderr_offset),
             follow=follow,
-            metadata=self._metadata,
+            parent=self._trace,
             on_end=self._ended,
         )
 
     def stdin(self) -> streams.AsyncInput:
         """Standard input of a launch with `stdin`: what `write` and `close_stdin` use."""
         if self._input is None:
-            self._input = streams.AsyncInput(self._client, self.started.lease_id, self._metadata)
+            self._input = streams.AsyncInput(self._client, self.started.lease_id, self._trace)
         return self._input
 
     async def write(self, data: bytes) -> None:
@@ -267,7 +268,7 @@ class AsyncLaunch:
     def _finish(self, status: str = "OK", error: str | None = None) -> None:
         if self._call is not None:
             self._call.cancel()
-        self._span.end(status, error, name=self.name, id=self.id)
+        self._span.end(status, error, {conventions.CONTAINER_NAME: self.name, conventions.CONTAINER_ID: self.id})
 
     def _ended(self, end: switchboard_pb2.AttachOutputResponse.AttachEnd) -> None:
         self.output_end = end

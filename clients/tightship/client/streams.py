@@ -12,7 +12,6 @@ import grpc
 
 from tightship.client import retry
 from tightship.client.errors import TightshipError
-from tightship.client.tracing import Metadata
 from tightship.v1 import switchboard_pb2 as pb
 
 if TYPE_CHECKING:
@@ -50,15 +49,16 @@ async def output(
     streams: Sequence[StreamName] = (),
     offsets: tuple[int, int] = (0, 0),
     follow: bool = True,
-    metadata: Metadata | None = None,
+    parent: str = "",
     on_end: Callable[[pb.AttachOutputResponse.AttachEnd], None] | None = None,
 ) -> AsyncIterator[Chunk]:
     """Output from the offsets (stdout, stderr); with `follow` until its end, else what there is now.
 
-    A switchboard that shuts down or dies is waited for (10 s) and asked to go on where this stopped. Raises
-    TightshipError.
+    A switchboard that shuts down or dies is waited for (10 s) and asked to go on where this stopped. `parent` is the
+    traceparent that it belongs to. Raises TightshipError.
     """
     at = {pb.STREAM_STDOUT: offsets[0], pb.STREAM_STDERR: offsets[1]}
+    span = client.span("SwitchboardService/AttachOutput", parent)
 
     def attach() -> grpc.aio.UnaryStreamCall[pb.AttachOutputRequest, pb.AttachOutputResponse]:
         return client.switchboard.AttachOutput(
@@ -69,7 +69,7 @@ async def output(
                 stderr_offset=at[pb.STREAM_STDERR],
                 follow=follow,
             ),
-            metadata=metadata,
+            metadata=span.metadata,
         )
 
     call = attach()
@@ -96,6 +96,7 @@ async def output(
                     raise
                 response = await retry.again(reattach, error, retry.away, _PATIENCE_S)
             if response is None:
+                span.end()
                 return
             match response.WhichOneof("event"):
                 case "data":
@@ -111,17 +112,21 @@ async def output(
                         on_end(response.end)
                 case _:
                     pass
+    except TightshipError as error:
+        span.end(error.code.name, error.message)
+        raise
     finally:
+        span.end("CANCELLED", "left by its reader")
         call.cancel()  # an abandoned stream is not cancelled before its channel closes
 
 
 class AsyncInput:
     """Standard input of a container: written in order, ended by `close`. One writer at a time."""
 
-    def __init__(self, client: AsyncClient, lease_id: str, metadata: Metadata | None = None) -> None:
+    def __init__(self, client: AsyncClient, lease_id: str, parent: str = "") -> None:
         self._client = client
         self._lease_id = lease_id
-        self._metadata = metadata
+        self._span = client.span("SwitchboardService/AttachInput", parent)
         self._call: grpc.aio.StreamUnaryCall[pb.AttachInputRequest, pb.AttachInputResponse] | None = None
 
     async def write(self, data: bytes) -> None:
@@ -143,11 +148,12 @@ class AsyncInput:
     def abandon(self) -> None:
         """Ends the call without an end of file: the pipe stays open."""
         if self._call is not None:
+            self._span.end("CANCELLED", "left without an end of file")
             self._call.cancel()
 
     async def _send(self, request: pb.AttachInputRequest) -> None:
         if self._call is None:
-            self._call = self._client.switchboard.AttachInput(metadata=self._metadata)
+            self._call = self._client.switchboard.AttachInput(metadata=self._span.metadata)
             request.lease_id = self._lease_id
         try:
             await self._call.write(request)
@@ -162,7 +168,10 @@ class AsyncInput:
         try:
             answer = await call
         except grpc.aio.AioRpcError as error:
-            raise TightshipError.of(error) from None
+            failed = TightshipError.of(error)
+            self._span.end(failed.code.name, failed.message)
+            raise failed from None
+        self._span.end()
         if answer.reader_gone:
             raise BrokenPipeError("the process reads no more input")
         return answer

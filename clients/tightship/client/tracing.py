@@ -7,25 +7,21 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tightship.telemetry import Tracer
-
-# Conventions of OpenTelemetry for RPCs.
-_SYSTEM = "rpc.system.name"
-_METHOD = "rpc.method"
-_STATUS = "rpc.response.status_code"
-_ERROR_TYPE = "error.type"
+from tightship.telemetry import Attributes, Tracer
+from tightship.telemetry import conventions as names
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 class CallSpan:
-    """The span of one call. `metadata` goes with the call; `end` sends the span."""
+    """The span of one call. `metadata` goes with the call; `end` sends the span. `target` is the channel's."""
 
-    __slots__ = ("_begun", "_events", "_method", "_parent", "_tracer", "metadata", "traceparent")
+    __slots__ = ("_begun", "_events", "_method", "_parent", "_target", "_tracer", "metadata", "traceparent")
 
-    def __init__(self, tracer: Tracer, method: str, parent: str | None = None) -> None:
+    def __init__(self, tracer: Tracer, method: str, parent: str = "", target: str = "") -> None:
         self._tracer = tracer
         self._method = method
+        self._target = target
         self._parent = self.traceparent = ""
         self.metadata: Metadata | None = None
         self._begun = 0
@@ -40,7 +36,7 @@ class CallSpan:
         if self.traceparent:
             self._events.append((name, time.time_ns(), {}))
 
-    def end(self, status: str = "OK", error: str | None = None, **attributes: str) -> None:
+    def end(self, status: str = "OK", error: str | None = None, attributes: Attributes | None = None) -> None:
         """`status` is the name of the gRPC code; `error` its message when it failed. Only the first end counts."""
         if not self.traceparent:
             return
@@ -52,16 +48,28 @@ class CallSpan:
             time.time_ns(),
             kind="client",
             attributes={
-                _SYSTEM: "grpc",
-                _METHOD: self._method,
-                _STATUS: status,
-                _ERROR_TYPE: status if error is not None else None,
-                **{f"tightship.{key}": value for key, value in attributes.items()},
+                names.RPC_SYSTEM: "grpc",
+                names.RPC_METHOD: self._method,
+                names.RPC_STATUS: status,
+                **_server(self._target),
+                **(attributes or {}),
             },
             error=error,
+            error_type=status,
             events=self._events,
         )
         self.traceparent = ""
+
+
+def _server(target: str) -> dict[str, str | int]:
+    """Attributes of a gRPC target: the path of a Unix socket, or host and port."""
+    scheme, colon, rest = target.partition(":")
+    if not colon:
+        return {names.SERVER_ADDRESS: target} if target else {}
+    if scheme == "unix":
+        return {names.SERVER_ADDRESS: rest}
+    host, _, port = target.rpartition("/")[2].rpartition(":")
+    return {names.SERVER_ADDRESS: host, **({names.SERVER_PORT: int(port)} if port.isdigit() else {})}
 
 
 def current() -> str:

@@ -483,6 +483,7 @@ class Lease(_message.Message):
     ACQUIRED_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The owner's name for it; of the containerizer, the container's id."""
     owner: _builtins.str
@@ -491,6 +492,8 @@ class Lease(_message.Message):
     """Where it is in its life."""
     end_reason: _builtins.str
     """Why it ended: "exit", "released", "revoked", "expired", "owner gone", ..."""
+    traceparent: _builtins.str
+    """W3C trace context of the launch, as the owner gave it."""
     @_builtins.property
     def time_left(self) -> _duration_pb2.Duration:
         """Until the state ends by itself; absent when BOUND or CLOSED."""
@@ -533,10 +536,11 @@ class Lease(_message.Message):
         acquired: _timestamp_pb2.Timestamp | None = ...,
         closed: _timestamp_pb2.Timestamp | None = ...,
         end_reason: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "closed", b"closed", "exit", b"exit", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "closed", b"closed", "end_reason", b"end_reason", "exit", b"exit", "holders", b"holders", "labels", b"labels", "lease_id", b"lease_id", "owner", b"owner", "state", b"state", "streams", b"streams", "time_left", b"time_left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquired", b"acquired", "closed", b"closed", "end_reason", b"end_reason", "exit", b"exit", "holders", b"holders", "labels", b"labels", "lease_id", b"lease_id", "owner", b"owner", "state", b"state", "streams", b"streams", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

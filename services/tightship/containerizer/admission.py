@@ -12,10 +12,10 @@ import sqlite3
 from collections.abc import Sequence
 
 from tightship.common.errors import Code, ServiceError
+from tightship.common.telemetry import CallTrace
 from tightship.containerizer import names, plan, refusals, requests, spec, steps
 from tightship.containerizer.journal import Kind, Row
 from tightship.containerizer.operations import Operation, Parts
-from tightship.containerizer.spans import CallTrace
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 from tightship.v1 import switchboard_pb2 as sb

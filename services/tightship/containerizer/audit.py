@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from tightship.common.errors import Code, ServiceError
 from tightship.common.packets import Packet
+from tightship.common.telemetry import CallTrace
 from tightship.containerizer import admission, steps
 from tightship.containerizer.operations import Parts
-from tightship.containerizer.spans import CallTrace
 from tightship.containerizer.spawner_link import OrderFailed
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb

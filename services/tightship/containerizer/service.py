@@ -17,12 +17,11 @@ import grpc
 
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
-from tightship.common.telemetry import emit_call
+from tightship.common.telemetry import CallTrace, called, why_ended
 from tightship.containerizer import admission, audit, describe, listing, names, requests, spans, spec, story
 from tightship.containerizer.journal import Ended, Kind
 from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.recovery import marked
-from tightship.containerizer.spans import CallTrace
 from tightship.containerizer.spawner_link import OrderFailed
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
@@ -31,8 +30,6 @@ from tightship.v1 import switchboard_pb2 as sb
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# A call with so little time left has met its deadline, not a cancel.
-_EXPIRED_S = 0.05
 _READY_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
 _RETRY_S = 2.0
@@ -58,10 +55,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             if isinstance(operation, Ended):
                 for response in _replay(operation, request.detach):
                     yield response
-                trace.link_to(self._parts.journal.trace_of(operation.id))
+                trace.link(self._parts.journal.trace_of(operation.id))
                 return
             if joined:
-                trace.link(operation)
+                spans.link(trace, operation)
             operation.join()
             reason = "client_cancelled"
             try:
@@ -83,7 +80,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 trace.answered = True
                 yield pb.LaunchResponse(gone=pb.LaunchResponse.Gone(cleanup=operation.cleanup()))
             except asyncio.CancelledError:
-                reason = _why(context)
+                reason = why_ended(context)
                 raise
             finally:
                 operation.leave(reason)
@@ -222,7 +219,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             if not operation.started:
                 raise operation.failure()
         except asyncio.CancelledError:
-            reason = _why(context)
+            reason = why_ended(context)
             raise
         finally:
             if operation.started:
@@ -245,7 +242,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         async with self._call(context, "Destroy", request) as trace:
             await self._mutating()
             operation = self._living(request.name)
-            trace.link(operation)
+            spans.link(trace, operation)
             if not request.force and not operation.closing:
                 self._check_unused(operation)
             budget = self._budget(request, operation, context)
@@ -326,7 +323,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             await self._mutating()
             number = spec.signal_number(request.signal or "KILL", "signal")
             operation = self._living(request.name)
-            trace.link(operation)
+            spans.link(trace, operation)
             gone = ServiceError(
                 Code.FAILED_PRECONDITION, "NO_PROCESS", f"{operation.row.name} has no running main process", None
             )
@@ -347,9 +344,9 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             operation = self._parts.registry.find(name)
             if operation is None or operation.row.kind is Kind.CLEANUP:
                 record = describe.ended(self._record(name)).record
-                trace.link_to(self._parts.journal.trace_of(record.id))
+                trace.link(self._parts.journal.trace_of(record.id))
                 return pb.WaitResponse(record=record)
-            trace.link(operation)
+            spans.link(trace, operation)
             if operation.row.kind is Kind.CREATE:
                 raise ServiceError(
                     Code.FAILED_PRECONDITION,
@@ -418,35 +415,9 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 yield CallTrace()
                 return
             parent = tracer.traceparent_of(context.invocation_metadata())
-            trace = tracer.context(parent)
-            begun = time.time_ns()
-            call = CallTrace(trace, parent)
-            status = "OK"
-            message = ""
-            try:
+            async with called(tracer, context, f"ContainerizerService/{method}", parent) as call:
                 requests.known(request)
                 yield call
-            except ServiceError as failed:
-                status, message = failed.code.name, failed.message
-                raise
-            except (asyncio.CancelledError, GeneratorExit):
-                if not call.answered:
-                    status = "DEADLINE_EXCEEDED" if _why(context) == "deadline_exceeded" else "CANCELLED"
-                raise
-            except Exception as failed:
-                status, message = "UNKNOWN", repr(failed)
-                raise
-            finally:
-                emit_call(
-                    tracer,
-                    trace,
-                    parent=parent,
-                    method=f"ContainerizerService/{method}",
-                    begun_ns=begun,
-                    status=status,
-                    message=message,
-                    links=call.links,
-                )
 
     async def _mutating(self) -> None:
         """Raises UNAVAILABLE where nothing may be changed now."""
@@ -520,11 +491,6 @@ class _Creating:
     def __init__(self, request_hash: str) -> None:
         self.hash = request_hash
         self.over = asyncio.Event()
-
-
-def _why(context: Context) -> str:
-    remaining = context.time_remaining()
-    return "deadline_exceeded" if remaining is not None and remaining <= _EXPIRED_S else "client_cancelled"
 
 
 def _check_same(known_hash: str, request: pb.LaunchRequest | pb.CreateRequest) -> None:

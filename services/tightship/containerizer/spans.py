@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tightship.containerizer import story
@@ -20,7 +20,7 @@ from tightship.telemetry import conventions as names
 from tightship.v1 import containerizer_pb2 as pb
 
 if TYPE_CHECKING:
-    from tightship.common.telemetry import Tracer
+    from tightship.common.telemetry import CallTrace, Tracer
     from tightship.containerizer.operations import Operation
 
 # What takes longer tells that it has begun, and launches that live longer have their times on disk alone.
@@ -28,27 +28,6 @@ SLOW_S = 1.0
 
 # Calls that a trace is linked with, at most.
 _LINKS_MAX = 32
-
-
-@dataclass(slots=True)
-class CallTrace:
-    """Traceparents of a call of ours and of its caller; empty where tracing is off."""
-
-    own: str = ""
-    caller: str = ""
-    answered: bool = False
-    """The last message is on its way: an end by the client is none of an error."""
-    links: list[str] = field(default_factory=list)
-
-    def link(self, operation: Operation) -> None:
-        """This call is about that container: each one's trace leads to the other's."""
-        self.link_to(operation.row.trace)
-        if self.own and self.own[3:35] != operation.row.trace[3:35] and len(operation.links) < _LINKS_MAX:
-            operation.links = (*operation.links, self.own)
-
-    def link_to(self, trace: str) -> None:
-        if self.own and trace and trace[3:35] != self.own[3:35]:
-            self.links.append(trace)
 
 
 @dataclass(slots=True)
@@ -63,6 +42,12 @@ class Span:
     attributes: dict[str, str | int]
     error: str | None = None
     error_type: str = ""
+
+
+def link(call: CallTrace, operation: Operation) -> None:
+    """The call is about that container: each one's trace leads to the other's."""
+    if call.link(operation.row.trace) and len(operation.links) < _LINKS_MAX:
+        operation.links = (*operation.links, call.own)
 
 
 def launched(told: Story) -> list[Span]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tightship.common import failpoints, logs
 from tightship.common.errors import Code, ServiceError, errno_name, invalid
-from tightship.common.telemetry import Tracer
+from tightship.common.telemetry import CallTrace, Tracer
 from tightship.kernel import process
 from tightship.kernel.fdframes import TOKEN_SIZE, Stream
 from tightship.switchboard import requests
@@ -228,10 +228,21 @@ class Leases:
         lease = self._ledger.claim(time.monotonic(), token, claimer)
         live = self._live[lease.id]
         live.claimed_ns = time.time_ns()
-        if self._tracer.enabled and (link := requests.traceparent(traceparent)):
-            live.links.append(link)
+        if traceparent[3:35] != live.traceparent[3:35] and (link := requests.traceparent(traceparent)):
+            live.link(link)
         self._arm()
         return live
+
+    def link(self, lease_id: str, call: CallTrace) -> None:
+        """The call reads or writes the lease's streams: each one's trace leads to the other's."""
+        if not call.own:
+            return
+        live = self.find(lease_id)
+        if live is not None:
+            if call.link(live.traceparent):
+                live.link(call.own)
+        elif (ended := self.catalogue.get(lease_id)) is not None:
+            call.link(ended.lease.traceparent)
 
     def to_send(self, live: Live, claimer: int) -> tuple[int, tuple[Stream, ...], tuple[int, ...]]:
         """Milliseconds until it must be bound, streams and descriptors. Raises where it ended after the claim."""
@@ -459,7 +470,9 @@ class Leases:
         return live
 
     def _message(self, live: Live, now: float) -> pb.Lease:
-        message = pb.Lease(labels=live.labels, streams=[stream_info(log) for log in live.logs])
+        message = pb.Lease(
+            labels=live.labels, streams=[stream_info(log) for log in live.logs], traceparent=live.traceparent
+        )
         message.acquired.FromNanoseconds(live.acquired_ns)
         requests.describe(message, live.lease, now)
         return message

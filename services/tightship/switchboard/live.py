@@ -14,7 +14,11 @@ from tightship.kernel.fdframes import Stream
 from tightship.switchboard.ledger import Lease
 from tightship.switchboard.pumps import Pump, Source
 from tightship.switchboard.segments import Log
+from tightship.telemetry import child
+from tightship.telemetry import conventions as names
 from tightship.v1 import switchboard_pb2 as pb
+
+_LINKS_MAX = 32
 
 
 class Live:
@@ -40,9 +44,14 @@ class Live:
         self.cancel_reason = ""
         self.given_up = False
         """The owner has ended it: no failpoint holds it any longer."""
-        self.links: list[str] = []
+        self.links: tuple[str, ...] = ()
+        """Traces of who claimed it, or read or wrote its streams."""
         self.acquired_ns = time.time_ns()
         self.claimed_ns = self.bound_ns = self.exited_ns = 0
+
+    def link(self, traceparent: str) -> None:
+        if len(self.links) < _LINKS_MAX:
+            self.links = (*self.links, traceparent)
 
     @property
     def logs(self) -> tuple[Log, ...]:
@@ -102,21 +111,21 @@ def emit_span(tracer: Tracer, live: Live, lease: pb.Lease) -> None:
         return
     moments = (("claimed", live.claimed_ns), ("bound", live.bound_ns), ("exited", live.exited_ns))
     tracer.emit(
-        tracer.context(live.traceparent),
+        child(live.traceparent, names.LEASE),
         live.traceparent,
-        "lease",
+        names.LEASE,
         live.acquired_ns,
         lease.closed.ToNanoseconds(),
         attributes={
-            "tightship.lease.id": lease.lease_id,
-            "tightship.lease.end_reason": lease.end_reason,
-            "tightship.cancel.reason": live.cancel_reason or None,
-            "tightship.exit.code": lease.exit.code if lease.exit.HasField("code") else None,
-            "tightship.exit.signal": _signal_name(lease.exit.signal) if lease.exit.HasField("signal") else None,
-            "tightship.stdout.bytes": lease.streams[0].size,
-            "tightship.stderr.bytes": lease.streams[1].size,
-            "tightship.lease.fds_closed": 2 * (len(live.sources) + live.lease.terms.stdin) + bool(live.bound_ns),
-            "tightship.lost.bytes": sum(info.lost for info in lease.streams),
+            names.LEASE_ID: lease.lease_id,
+            names.LEASE_END: lease.end_reason,
+            names.CANCEL_REASON: live.cancel_reason or None,
+            names.EXIT_CODE: lease.exit.code if lease.exit.HasField("code") else None,
+            names.EXIT_SIGNAL: _signal_name(lease.exit.signal) if lease.exit.HasField("signal") else None,
+            names.STDOUT_BYTES: lease.streams[0].size,
+            names.STDERR_BYTES: lease.streams[1].size,
+            names.LEASE_FDS: 2 * (len(live.sources) + live.lease.terms.stdin) + bool(live.bound_ns),
+            names.LOST_BYTES: sum(info.lost for info in lease.streams),
         },
         events=[(name, moment, {}) for name, moment in moments if moment],
         links=live.links,

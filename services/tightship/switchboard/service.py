@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
-
-import grpc
 
 from tightship.common import failpoints
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
-from tightship.common.telemetry import Tracer
+from tightship.common.telemetry import CallTrace, Tracer, called
 from tightship.switchboard.attach import Attachments
 from tightship.switchboard.audit import Audit
 from tightship.switchboard.leases import Leases
@@ -70,17 +67,19 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
     async def AttachOutput(  # type: ignore[override]
         self, request: pb.AttachOutputRequest, context: Context
     ) -> None:
-        async with self._call(context, "AttachOutput", request):
+        async with self._call(context, "AttachOutput", request, attach=True) as call:
+            self._leases.link(request.lease_id, call)
             await self._attachments.output(request, context.write)
 
     async def AttachInput(
         self, request_iterator: AsyncIterator[pb.AttachInputRequest], context: Context
     ) -> pb.AttachInputResponse:
-        async with self._call(context, "AttachInput"):
+        async with self._call(context, "AttachInput", attach=True) as call:
             messages = aiter(request_iterator)
             first = await anext(messages, None)
             if first is None:
                 raise invalid("lease_id", "the first message must name the lease")
+            self._leases.link(first.lease_id, call)
             return await self._attachments.input(first.lease_id, _with(first, messages))
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:
@@ -94,46 +93,18 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
             return await self.audit.run(request.fix)
 
     @contextlib.asynccontextmanager
-    async def _call(self, context: Context, method: str, request: object = None) -> AsyncIterator[None]:
-        """Around a handler: errors as statuses, and a server span afterwards where the caller sent a trace."""
+    async def _call(
+        self, context: Context, method: str, request: object = None, *, attach: bool = False
+    ) -> AsyncIterator[CallTrace]:
+        """Around a handler: errors as statuses, and a server span afterwards where the caller sent a trace; of an
+        `attach` in any case, since the launch's trace leads to it."""
         parent = self._tracer.traceparent_of(context.invocation_metadata()) if self._tracer.enabled else ""
-        if not parent:
-            async with self._serving.guard(context, request):
-                yield
-            return
-        begun = time.time_ns()
-        code = Code.OK
-        try:
-            async with self._serving.guard(context, request):
-                try:
-                    yield
-                except ServiceError as error:
-                    code = error.code
-                    raise
-                except BaseException:
-                    code = Code.CANCELLED
-                    raise
-        finally:
-            self._emit(method, parent, begun, code)
-
-    def _emit(self, method: str, parent: str, begun: int, code: grpc.StatusCode) -> None:
-        name = f"tightship.v1.SwitchboardService/{method}"
-        failed = code is not Code.OK
-        self._tracer.emit(
-            self._tracer.context(parent),
-            parent,
-            name,
-            begun,
-            time.time_ns(),
-            kind="server",
-            attributes={
-                "rpc.system.name": "grpc",
-                "rpc.method": name,
-                "rpc.response.status_code": code.name,
-                "error.type": code.name if failed else None,
-            },
-            error=code.name if failed else None,
-        )
+        async with self._serving.guard(context, request):
+            if not (parent or (attach and self._tracer.enabled)):
+                yield CallTrace()
+                return
+            async with called(self._tracer, context, f"SwitchboardService/{method}", parent) as call:
+                yield call
 
 
 async def _with(first: pb.AttachInputRequest, rest: AsyncIterator[pb.AttachInputRequest]) -> AsyncIterator[Any]:
