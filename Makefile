@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 READY := $(VENV)/.ready
+NODE := examples/node/node_modules/.ready
 
 .PHONY: run test lint protos bench sweep soak compose vm clean
 
 run: $(READY)  ## a real command under a memory limit, in a pair of services of its own
 	@PATH="$(BIN):$$PATH" examples/first_run.sh
 
-test: $(READY)  ## every test, with a slice of the sweep
+test: $(READY) $(NODE)  ## every test, with a slice of the sweep
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)  ## format, lint, types, import rules, protos, stubs, and no build output in git
@@ -38,6 +39,11 @@ soak compose vm:
 
 clean:  ## what the other targets made
 	rm -rf $(VENV) build
+
+$(NODE): examples/node/package-lock.json
+	@if ! command -v npm >/dev/null; then echo "npm is missing, and the Node example is not tested: apt-get install nodejs npm" >&2; \
+	elif npm ci --prefix examples/node --ignore-scripts --no-audit --no-fund --silent; then touch $@; \
+	else echo "npm can't get the modules of the Node example, which is not tested" >&2; fi
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'

@@ -211,6 +211,6 @@ def settle(look: Callable[[], Census], before: Census, timeout_s: float = 10.0) 
 
 
 def _mounts() -> list[str]:
-    """Mounts of our namespace without their ids, which are given anew."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    """Mounts of our namespace without their ids, which are given anew, and without those of a Docker beside."""
+    lines = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "docker" not in line]
     return [" ".join(line.split(" - ")[0].split()[3:6]) + " " + line.split(" - ")[1] for line in lines]

@@ -14,33 +14,71 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tightship.client.aio import AsyncClient, Completed
-    from tightship.client.errors import TightshipError
+    from tightship.client.errors import (
+        AlreadyExists,
+        Cancelled,
+        DeadlineExceeded,
+        FailedPrecondition,
+        InvalidArgument,
+        NotFound,
+        PermissionDenied,
+        ResourceExhausted,
+        TightshipError,
+        Unauthenticated,
+        Unavailable,
+        Unimplemented,
+    )
     from tightship.client.launch import AsyncLaunch
+    from tightship.client.requests import LaunchOptions
     from tightship.client.streams import AsyncInput, Chunk
     from tightship.client.sync import Client, Input, Launch
 
 __all__ = [
+    "AlreadyExists",
     "AsyncClient",
     "AsyncInput",
     "AsyncLaunch",
+    "Cancelled",
     "Chunk",
     "Client",
     "Completed",
+    "DeadlineExceeded",
+    "FailedPrecondition",
     "Input",
+    "InvalidArgument",
     "Launch",
+    "LaunchOptions",
+    "NotFound",
+    "PermissionDenied",
+    "ResourceExhausted",
     "TightshipError",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
 ]
 
 _MODULES = {
+    "AlreadyExists": "errors",
     "AsyncClient": "aio",
-    "Completed": "aio",
-    "TightshipError": "errors",
-    "AsyncLaunch": "launch",
     "AsyncInput": "streams",
+    "AsyncLaunch": "launch",
+    "Cancelled": "errors",
     "Chunk": "streams",
     "Client": "sync",
+    "Completed": "aio",
+    "DeadlineExceeded": "errors",
+    "FailedPrecondition": "errors",
     "Input": "sync",
+    "InvalidArgument": "errors",
     "Launch": "sync",
+    "LaunchOptions": "requests",
+    "NotFound": "errors",
+    "PermissionDenied": "errors",
+    "ResourceExhausted": "errors",
+    "TightshipError": "errors",
+    "Unauthenticated": "errors",
+    "Unavailable": "errors",
+    "Unimplemented": "errors",
 }
 
 

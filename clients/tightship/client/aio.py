@@ -1,7 +1,8 @@
 """The client for asyncio. One channel to each service, opened by the first call that needs it.
 
-Every unary call has a deadline (30 s unless told). A call is made again only where that can't do a thing twice.
-Failures are TightshipError.
+Every unary call has a deadline (30 s unless told); calls that last (a launch, `wait`, streams) end as Unavailable where
+the service is silent for 25 s. A call is made again only where that can't do a thing twice. Failures are
+TightshipError.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
 
-from tightship.client import channel, requests, retry, streams, where
-from tightship.client.errors import TightshipError
+from tightship.client import channel, forks, requests, retry, streams, where
+from tightship.client.errors import TightshipError, raised
 from tightship.client.launch import AsyncLaunch
 from tightship.client.tracing import CallSpan
 from tightship.telemetry import Tracer
@@ -49,11 +50,15 @@ class Completed:
 
 
 class AsyncClient:
-    """A client of one pair. Use it in one event loop, with `async with`, or call `close`.
+    """A client of one pair. Use it in one event loop, with `async with`, or call `close`; not in a forked child.
 
     `directory` is the run directory (TIGHTSHIP_RUN_DIR, else /run/tightship); `containerizer` and `switchboard` are
-    gRPC targets to use instead of its sockets. `patience_s`: how long a service that went away is waited for, where a
-    call may be made again.
+    gRPC targets to use instead of its sockets, over TLS with `credentials` (grpc.ssl_channel_credentials).
+    `timeout_s` is the deadline of a unary call that is given none; those that clean up have 65 s. `patience_s`: how
+    long a service that went away is waited for, where a call may be made again, within its deadline. gRPC serves one
+    event loop at a time well: don't use it beside a `Client` in one process.
+
+    Where methods take a name, they take an id as well. All of them raise TightshipError; RuntimeError after `close`.
     """
 
     def __init__(
@@ -62,10 +67,12 @@ class AsyncClient:
         *,
         containerizer: str | None = None,
         switchboard: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = 2.0,
         tracer: Tracer | None = None,
     ) -> None:
+        forks.check()
         self.directory = where.run_dir(directory)
         self.timeout_s = timeout_s
         self.patience_s = patience_s
@@ -73,11 +80,15 @@ class AsyncClient:
         # Until a service has answered once, one that can't be reached is not waited for.
         self.answered = False
         self._owns_tracer = tracer is None
+        self._credentials = credentials
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._targets = {
             "containerizer": containerizer or channel.target(self.directory, "containerizer"),
             "switchboard": switchboard or channel.target(self.directory, "switchboard"),
         }
         self._channels: dict[str, grpc.aio.Channel] = {}
+        forks.note(self, self._targets.values())
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,7 +99,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls and channels; spans that are queued are sent, for 1 s at most."""
+        """Ends all calls, launches with them, and the channels; spans that are queued are sent, for 1 s at most."""
+        self._closed = True
         for opened in self._channels.values():
             await opened.close()
         self._channels.clear()
@@ -99,23 +111,27 @@ class AsyncClient:
 
     @functools.cached_property
     def containerizer(self) -> ContainerizerServiceAsyncStub:
-        """The stub, for calls that this class has no method for."""
+        """The stub, for calls that this class has no method for: they have no deadline and raise AioRpcError."""
         return ContainerizerServiceStub(self._channel("containerizer"))
 
     @functools.cached_property
     def switchboard(self) -> SwitchboardServiceAsyncStub:
+        """The stub, likewise."""
         return SwitchboardServiceStub(self._channel("switchboard"))
 
     # Launching
 
     def launch(self, command: Sequence[str], **options: Unpack[requests.LaunchOptions]) -> AsyncLaunch:
-        """Runs `command` (argv) in a new container, for `async with`."""
+        """Runs `command` (argv) in a new container, for `async with`. The options: requests.LaunchOptions."""
         return AsyncLaunch(self, requests.launch(command, options))
 
     async def run(
         self, command: Sequence[str], stdin_data: bytes | None = None, **options: Unpack[requests.LaunchOptions]
     ) -> Completed:
-        """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it."""
+        """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it.
+
+        `timeout` (s) bounds the run. When the task is cancelled, the container is gone before CancelledError goes on.
+        """
         if stdin_data is not None:
             options["stdin"] = True
         async with self.launch(command, **options) as launched:
@@ -130,6 +146,7 @@ class AsyncClient:
             finally:
                 if feeding is not None:
                     feeding.cancel()
+                    await asyncio.wait([feeding])
         return Completed(record, cleanup, b"".join(parts["stdout"]), b"".join(parts["stderr"]))
 
     # Containers
@@ -142,7 +159,7 @@ class AsyncClient:
         parents: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> pb.CreateResponse:
-        """Makes a container without a process."""
+        """Makes a container without a process; `parents`: the missing ones above it too."""
         request = pb.CreateRequest(
             name=name,
             spec=requests.spec_input(spec),
@@ -153,7 +170,11 @@ class AsyncClient:
         return await self._unary("ContainerizerService/Create", self.containerizer.Create, request, repeat=True)
 
     async def destroy(self, name: str, *, force: bool = False, budget: float | None = None) -> pb.Cleanup:
-        """Ends a container (name or id) and all below it; returns when everything is gone. `budget` in seconds."""
+        """Ends a container and all below it; returns when everything is gone, or raises DeadlineExceeded (reason
+        CLEANUP_PENDING, with `cleanup`) when `budget` is spent (s; the spec's, else 10, when None; 60 at most).
+
+        Without `force` one in use is refused (FailedPrecondition, reason IN_USE).
+        """
         request = pb.DestroyRequest(name=name, force=force, budget=requests.seconds(budget))
         response = await self._unary(
             "ContainerizerService/Destroy", self.containerizer.Destroy, request, timeout=CLEANUP_TIMEOUT_S
@@ -161,7 +182,8 @@ class AsyncClient:
         return response.cleanup
 
     async def cleanup(self, name: str = "", *, all: bool = False, budget: float | None = None) -> pb.Cleanup:
-        """Removes everything of a name, whatever its state; with `all` the residue of all names."""
+        """Removes everything of a name, whatever its state; with `all` the residue of all names. `budget` and errors as
+        of `destroy`."""
         request = pb.CleanupRequest(name=name, all=all, budget=requests.seconds(budget))
         response = await self._unary(
             "ContainerizerService/Cleanup", self.containerizer.Cleanup, request, timeout=CLEANUP_TIMEOUT_S
@@ -169,13 +191,14 @@ class AsyncClient:
         return response.cleanup
 
     async def kill(self, name: str, signal: str = "") -> None:
-        """A signal (name or number; KILL when empty) to the main process of a container (name or id)."""
+        """A signal (name or number; KILL when empty) to the main process of a container."""
         await self._unary(
             "ContainerizerService/Kill", self.containerizer.Kill, pb.KillRequest(name=name, signal=signal)
         )
 
     async def wait(self, name: str, *, timeout: float | None = None) -> pb.Record:
-        """The record of a container (name or id), when its main process has ended. No deadline unless given (s)."""
+        """The record of a container, when its main process has ended: as long as that takes, where no `timeout` (s) is
+        given. A containerizer that is started anew meanwhile is asked again."""
         request = pb.WaitRequest(name=name)
         response = await self._unary(
             "ContainerizerService/Wait", self.containerizer.Wait, request, timeout=timeout, bounded=False, repeat=True
@@ -183,7 +206,7 @@ class AsyncClient:
         return response.record
 
     async def get(self, name: str) -> pb.Container:
-        """A container, living or recorded (name or id)."""
+        """A container, living or recorded."""
         response = await self._unary(
             "ContainerizerService/Get", self.containerizer.Get, pb.GetRequest(name=name), repeat=True
         )
@@ -206,7 +229,7 @@ class AsyncClient:
             request.page_token = response.next_page_token
 
     async def remove(self, name: str) -> int:
-        """Forgets records and logs of an ended container (name or id); how many."""
+        """Forgets records and logs of an ended container; how many."""
         response = await self._unary(
             "ContainerizerService/Remove", self.containerizer.Remove, pb.RemoveRequest(name=name)
         )
@@ -246,11 +269,9 @@ class AsyncClient:
         stdout_offset: int = 0,
         stderr_offset: int = 0,
     ) -> AsyncIterator[streams.Chunk]:
-        """The output of a container, living or ended (name or id); goes on by offset over a new switchboard."""
-        container = await self.get(name)
-        lease_id = container.lease_id or container.record.lease_id
-        if not lease_id:
-            raise TightshipError(grpc.StatusCode.NOT_FOUND, f"{name} has no output: no process ran in it", "NO_OUTPUT")
+        """The output of a container, living or ended, both streams unless named, from the offsets (bytes); with
+        `follow` until it ends. Goes on by offset over a new switchboard."""
+        lease_id = _lease(await self.get(name))
         offsets = (stdout_offset, stderr_offset)
         chunks = streams.output(self, lease_id, streams=names, offsets=offsets, follow=follow)
         async with streams.closing(chunks):
@@ -258,16 +279,18 @@ class AsyncClient:
                 yield chunk
 
     async def input(self, name: str) -> streams.AsyncInput:
-        """Standard input of a container (name or id) that was launched with `stdin`."""
-        return streams.AsyncInput(self, (await self.get(name)).lease_id)
+        """Standard input of a living container that was launched with `stdin`."""
+        return streams.AsyncInput(self, _lease(await self.get(name)))
 
     async def ready(self, timeout_s: float) -> None:
-        """Waits until both services say that they serve. Raises the last TightshipError after `timeout_s`."""
+        """Waits until both services say that they serve. Raises the last TightshipError after `timeout_s` seconds."""
+        end = asyncio.get_running_loop().time() + timeout_s
         for service in ("containerizer", "switchboard"):
             try:
                 await self._serving(service)
             except TightshipError as error:
-                await retry.again(functools.partial(self._serving, service), error, retry.away, timeout_s)
+                left = end - asyncio.get_running_loop().time()
+                await retry.again(functools.partial(self._serving, service), error, retry.away, left)
         self.answered = True
 
     async def _serving(self, service: str) -> None:
@@ -278,10 +301,8 @@ class AsyncClient:
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
-        try:
+        with raised():
             answer = await check(health_pb2.HealthCheckRequest(), timeout=5.0)
-        except grpc.aio.AioRpcError as error:
-            raise TightshipError.of(error) from None
         if answer.status != health_pb2.HealthCheckResponse.SERVING:
             raise TightshipError(grpc.StatusCode.UNAVAILABLE, f"{service} does not serve yet")
 
@@ -291,8 +312,15 @@ class AsyncClient:
         return CallSpan(self.tracer, f"tightship.v1.{method}", parent, target)
 
     def _channel(self, service: str) -> grpc.aio.Channel:
+        forks.check()
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._loop is not asyncio.get_running_loop():
+            if self._loop is not None:
+                raise RuntimeError("the client belongs to another event loop")
+            self._loop = asyncio.get_running_loop()
         if service not in self._channels:
-            self._channels[service] = channel.connect(self._targets[service])
+            self._channels[service] = channel.connect(self._targets[service], self._credentials)
         return self._channels[service]
 
     async def _unary(
@@ -305,15 +333,15 @@ class AsyncClient:
         bounded: bool = True,
         repeat: bool = False,
     ) -> Response:
-        """`repeat`: doing it twice is the same as once."""
+        """`repeat`: doing it twice is the same as once. The deadline is of all attempts together."""
         span = self.span(name)
-        limit = timeout or (self.timeout_s if bounded else None)
+        limit = timeout if timeout is not None else self.timeout_s if bounded else None
+        end = None if limit is None else asyncio.get_running_loop().time() + limit
 
         async def attempt() -> Response:
-            try:
-                answer = await method(request, timeout=limit, metadata=span.metadata)
-            except grpc.aio.AioRpcError as error:
-                raise TightshipError.of(error) from None
+            left = None if end is None else max(0.0, end - asyncio.get_running_loop().time())
+            with raised():
+                answer = await method(request, timeout=left, metadata=span.metadata)
             self.answered = True
             return answer
 
@@ -333,6 +361,14 @@ class AsyncClient:
             raise
         span.end()
         return answer
+
+
+def _lease(container: pb.Container) -> str:
+    lease_id = container.lease_id or container.record.lease_id
+    if not lease_id:
+        message = f"{container.name} has no standard streams: no process ran in it"
+        raise TightshipError(grpc.StatusCode.NOT_FOUND, message, "NO_LEASE", {"name": container.name})
+    return lease_id
 
 
 async def _feed(launched: AsyncLaunch, data: bytes) -> None:

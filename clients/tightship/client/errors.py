@@ -1,23 +1,31 @@
-"""A failed call as one exception: the gRPC code, a message that says what to do, and what google.rpc details name."""
+"""A failed call as an exception by its code, with a message that says what to do, and what google.rpc details name."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from tightship.v1 import containerizer_pb2 as pb
+
 _DETAILS = "grpc-status-details-bin"
 
 
 class TightshipError(Exception):
-    """A call that failed.
+    """A call that failed. What is raised is the subclass of its code, where there is one.
 
     `code` is the gRPC code, `reason` a constant in upper case ("" where the failure is the transport's). `metadata`
     has what applies of field, file, value, errno, line, column, stage, name, path; the properties give the usual ones,
     None where absent. `retry_after` (seconds) is set where the service refused before doing anything and asks to
-    try again.
+    try again. `cleanup` tells what is left, where a cleanup is pending.
     """
+
+    def __new__(cls, code: grpc.StatusCode, *_rest: object, **_named: object) -> TightshipError:
+        return super().__new__(_BY_CODE.get(code, cls) if cls is TightshipError else cls)
 
     def __init__(
         self,
@@ -33,6 +41,11 @@ class TightshipError(Exception):
         self.reason = reason
         self.metadata = metadata or {}
         self.retry_after = retry_after
+        self.cleanup: pb.Cleanup | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = (self.code, self.message, self.reason, self.metadata, self.retry_after)
+        return type(self), made, {"cleanup": self.cleanup}
 
     def __str__(self) -> str:
         return f"{self.code.name}: {self.message}"
@@ -45,10 +58,12 @@ class TightshipError(Exception):
 
     @property
     def field(self) -> str | None:
+        """The field of the request or the spec that is meant, for example "memory.limit"."""
         return self.metadata.get("field")
 
     @property
     def file(self) -> str | None:
+        """The file of the kernel that refused."""
         return self.metadata.get("file")
 
     @property
@@ -63,10 +78,12 @@ class TightshipError(Exception):
 
     @property
     def line(self) -> int | None:
+        """Of a text spec, from 1."""
         return _number(self.metadata.get("line"))
 
     @property
     def column(self) -> int | None:
+        """Of a text spec, from 1."""
         return _number(self.metadata.get("column"))
 
     @classmethod
@@ -82,11 +99,87 @@ class TightshipError(Exception):
         for detail in status.details:
             info = error_details_pb2.ErrorInfo()
             retry = error_details_pb2.RetryInfo()
+            cleanup = pb.Cleanup()
             if detail.Unpack(info):
                 self.reason = info.reason
                 self.metadata.update(info.metadata)
             elif detail.Unpack(retry):
                 self.retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+            elif detail.Unpack(cleanup):
+                self.cleanup = cleanup
+
+
+class Cancelled(TightshipError):
+    """The call was cancelled, by its caller or on the way."""
+
+
+class InvalidArgument(TightshipError):
+    """The request is wrong whatever the state: `field`, and `line` and `column` in a text spec."""
+
+
+class DeadlineExceeded(TightshipError):
+    """No answer in time; or (reason CLEANUP_PENDING) a cleanup is over its budget and goes on."""
+
+
+class NotFound(TightshipError):
+    """No such container, lease, or command (reason EXEC_FAILED)."""
+
+
+class AlreadyExists(TightshipError):
+    """The name is taken, or the request id was used for something else."""
+
+
+class PermissionDenied(TightshipError):
+    """This client may not do that; or (reason EXEC_FAILED) the command may not be executed."""
+
+
+class ResourceExhausted(TightshipError):
+    """A limit is reached: of containers, leases, readers, or of this client."""
+
+
+class FailedPrecondition(TightshipError):
+    """Not in this state: in use, closing, ended."""
+
+
+class Unimplemented(TightshipError):
+    """A field that this machine or version can't honour: `field`."""
+
+
+class Unavailable(TightshipError):
+    """A service is away, or (with `retry_after`) asks to try again."""
+
+
+class Unauthenticated(TightshipError):
+    """The service does not know who this client is."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[TightshipError]] = {
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+}
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Around an await of a call: its failure as TightshipError. So is a cancel of the call that is not its task's."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise TightshipError.of(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise TightshipError(grpc.StatusCode.CANCELLED, "the call was ended by this client") from None
 
 
 def _number(text: str | None) -> int | None:

@@ -1,39 +1,29 @@
 """One launch as the caller holds it: begun on entry, gone on every way out.
 
-The call's stream is read by one task, so that a waiter that is cancelled cancels only itself. When the containerizer is
-started anew meanwhile, the task joins the launch again by its request id.
+A handle that is dropped without that ends its launch too, as a file that is dropped is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import warnings
+from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
 
-from tightship.client import retry, streams
+from tightship.client import streams
 from tightship.client.errors import TightshipError
-from tightship.telemetry import conventions
+from tightship.client.running import Running
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import switchboard_pb2
 
 if TYPE_CHECKING:
     from tightship.client.aio import AsyncClient
 
-Call = grpc.aio.UnaryStreamCall[pb.LaunchRequest, pb.LaunchResponse]
-
-# The service bounds each step (5 to 10 s); this is for one that answers nothing at all.
-_START_S = 60.0
-
-# How long a containerizer that went away is waited for; it keeps a launch 5 s for its caller.
-_REJOIN_S = 8.0
-
-# For what is left when the block is left: over the service's longest cleanup budget.
-_END_S = 65.0
-_POLL_S = (0.005, 0.2)
+T = TypeVar("T")
 
 _log = logging.getLogger("tightship.client")
 
@@ -42,91 +32,111 @@ class AsyncLaunch:
     """A running command. `async with` it; made by `AsyncClient.launch`.
 
     `started` says where it is (id, name, lease_id, pid, in_force), `wait` gives its record when nothing of it is left.
-    Leaving the block earlier cancels it and waits until it is gone. A detached one stays.
+    Leaving the block cancels it where it runs, and waits until it is gone: 65 s at most, over the longest budget of a
+    cleanup (60 s). Cancelling the task that leaves returns at once; the service goes on cleaning up. A detached one
+    stays. Where the containerizer is started anew meanwhile, it is joined again.
+
+    Time-outs are in seconds; what they end is the waiting, never the launch. They raise TimeoutError.
     """
+
+    _running: Running | None = None
 
     def __init__(self, client: AsyncClient, request: pb.LaunchRequest) -> None:
         self.request = request
-        self.started = pb.LaunchResponse.Started()
         self.output_end: switchboard_pb2.AttachOutputResponse.AttachEnd | None = None
-        """How a followed `output` ended."""
+        """How a followed `output` ended: exit, state of the lease, and why it ended."""
         self._client = client
-        self._span = client.span("ContainerizerService/Launch")
-        self._trace = self._span.traceparent
-        self._metadata = self._span.metadata
-        self._call: Call | None = None
-        self._pump: asyncio.Task[None] | None = None
-        self._exited: asyncio.Future[pb.Record] = asyncio.get_running_loop().create_future()
-        self._gone: asyncio.Future[pb.Cleanup] = asyncio.get_running_loop().create_future()
         self._input: streams.AsyncInput | None = None
 
     @property
+    def started(self) -> pb.LaunchResponse.Started:
+        """What STARTED told. Raises RuntimeError where the launch has not begun."""
+        return self._begun().started
+
+    @property
     def id(self) -> str:
+        """The container's id, never used again."""
         return self.started.id
 
     @property
     def name(self) -> str:
+        """The container's absolute name."""
         return self.started.name
 
     @property
     def pid(self) -> int:
+        """Of the main process, in the service's pid namespace."""
         return self.started.pid
 
     async def start(self) -> Self:
-        """Runs the command, as `async with` does first. Raises TightshipError when it did not run."""
-        try:
-            async with asyncio.timeout(_START_S):
-                await self._start()
-        except TightshipError as error:
-            self._finish(error.code.name, error.message)
-            raise
-        except TimeoutError:
-            self._finish("DEADLINE_EXCEEDED", "no answer")
-            raise TightshipError(grpc.StatusCode.DEADLINE_EXCEEDED, f"no STARTED within {_START_S:.0f} s") from None
-        except BaseException:
-            self._finish("CANCELLED", "cancelled by the caller")
-            raise
-        if self.request.detach:
-            self._finish()
-        else:
-            self._pump = asyncio.create_task(self._read_all(), name=f"launch {self.id}")
+        """Runs the command, as `async with` does first. Raises TightshipError when it did not run.
+
+        A handle that is started without `async with` ends with `cancel`, or when it is dropped (ResourceWarning).
+        """
+        if self._running is not None:
+            raise RuntimeError("a launch is started once")
+        running = Running(self._client, self.request)
+        await running.start()
+        self._running = running
         return self
 
-    async def exited(self) -> pb.Record:
-        """The record as soon as the process has ended; cleanup may still run. Raises TightshipError."""
+    async def exited(self, timeout: float | None = None) -> pb.Record:
+        """The record as soon as the process has ended; cleanup may still run. Raises TightshipError, TimeoutError."""
+        running = self._begun()
         if self.request.detach:
-            return await self._client.wait(self.id)
-        return await asyncio.shield(self._exited)
+            return await _within(timeout, self._client.wait(self.id))
+        return await _within(timeout, running.until(running.exited))
 
-    async def wait(self) -> pb.Record:
-        """The record when the process has ended and nothing of the container is left. Raises TightshipError."""
+    async def wait(self, timeout: float | None = None) -> pb.Record:
+        """The record when the process has ended and nothing of the container is left (of a detached one: when the
+        process has ended). After a cancel, its record (reason CANCELLED).
+
+        Raises TimeoutError, and TightshipError: with reason CLEANUP_PENDING where something is left.
+        """
+        running = self._begun()
         if self.request.detach:
-            return await self._client.wait(self.id)
-        await asyncio.shield(self._gone)
-        return self._exited.result()
+            return await _within(timeout, self._client.wait(self.id))
+        try:
+            await _within(timeout, running.until(running.gone))
+        except TightshipError as error:
+            if error.code is not grpc.StatusCode.CANCELLED or not running.exited.done():
+                raise
+        return running.exited.result()
 
-    async def gone(self) -> pb.Cleanup:
-        """What the cleanup did, when it has ended. Raises TightshipError."""
-        return await asyncio.shield(self._gone)
+    async def gone(self, timeout: float | None = None) -> pb.Cleanup:
+        """What the cleanup did, when it has ended. Raises TightshipError, TimeoutError.
+
+        Not told of a launch that its caller cancelled (code CANCELLED), nor of a detached one (RuntimeError).
+        """
+        if self.request.detach:
+            raise RuntimeError("a detached launch has no cleanup of its own: destroy it by its name")
+        running = self._begun()
+        return await _within(timeout, running.until(running.gone))
 
     def output(
         self, *names: streams.StreamName, stdout_offset: int = 0, stderr_offset: int = 0, follow: bool = True
     ) -> AsyncIterator[streams.Chunk]:
-        """Output from the start, both streams unless named, until its end. Raises TightshipError."""
+        """Output from the offsets (bytes), both streams unless named, until its end; without `follow`, what there is.
+
+        Goes on by offset over a new switchboard. A step that is cancelled ends the iteration; another one goes on from
+        `Chunk.next_offset`. Raises TightshipError.
+        """
+        running = self._begun()
         return streams.output(
             self._client,
-            self.started.lease_id,
+            running.started.lease_id,
             streams=names,
             offsets=(stdout_offset, stderr_offset),
             follow=follow,
-            parent=self._trace,
+            parent=running.trace,
             on_end=self._ended,
         )
 
     def stdin(self) -> streams.AsyncInput:
         """Standard input of a launch with `stdin`: what `write` and `close_stdin` use."""
         if self._input is None:
-            self._input = streams.AsyncInput(self._client, self.started.lease_id, self._trace)
+            running = self._begun()
+            self._input = streams.AsyncInput(self._client, running.started.lease_id, running.trace)
         return self._input
 
     async def write(self, data: bytes) -> None:
@@ -138,22 +148,21 @@ class AsyncLaunch:
         return await self.stdin().close()
 
     async def kill(self, signal: str = "") -> None:
-        """A signal to the main process: name or number; KILL when empty."""
+        """A signal to the main process: name or number; KILL when empty. Raises TightshipError."""
         await self._client.kill(self.id, signal)
 
     async def cancel(self) -> None:
-        """Ends the launch and waits until nothing is left. Raises TightshipError when the cleanup is pending."""
-        if self._pump is None or self.request.detach:
+        """Ends the launch and waits until nothing is left (65 s at most). Of a detached one, nothing.
+
+        Raises TightshipError with reason CLEANUP_PENDING where something is: the service goes on with it.
+        """
+        if self._running is None:
             return
-        if not self._exited.done() and self._call is not None:
-            self._call.cancel()
-            await asyncio.wait([self._pump])
-            await self._until_gone()
-        await asyncio.wait([self._pump], timeout=_END_S)
-        self._pump.cancel()
-        if self._input is not None:
-            self._input.abandon()
-        self._finish()
+        try:
+            await self._running.cancel()
+        finally:
+            if self._input is not None:
+                self._input.abandon()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -169,106 +178,25 @@ class AsyncLaunch:
             if error is None:
                 raise
             _log.warning("leaving %s: %s", self.name, failed)
-
-    async def _start(self) -> None:
-        try:
-            await self._begin()
-        except TightshipError as error:
-            safe = retry.away if self._client.answered else retry.refused
-            if not safe(error):
-                raise
-            await retry.again(self._begin, error, safe, self._client.patience_s)
-        self._client.answered = True
-        self._span.event("started")
-
-    async def _begin(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-        self._call = self._client.containerizer.Launch(self.request, metadata=self._metadata)
-        event = await self._read(self._call)
-        if event.WhichOneof("event") != "started":
-            raise TightshipError(grpc.StatusCode.INTERNAL, "the launch's first message is not STARTED")
-        self.started = event.started
-
-    async def _read(self, call: Call) -> pb.LaunchResponse:
-        try:
-            event = await call.read()
-        except grpc.aio.AioRpcError as error:
-            raise TightshipError.of(error) from None
-        if not isinstance(event, pb.LaunchResponse):
-            raise TightshipError(grpc.StatusCode.INTERNAL, "the launch's stream ended early")
-        return event
-
-    async def _read_all(self) -> None:
-        try:
-            while not self._gone.done():
-                assert self._call is not None
-                try:
-                    event = await self._read(self._call)
-                except TightshipError as error:
-                    if not retry.away(error):
-                        raise
-                    await retry.again(self._rejoin, error, retry.away, _REJOIN_S)
-                    continue
-                match event.WhichOneof("event"):
-                    case "exited" if not self._exited.done():
-                        self._span.event("exited")
-                        self._exited.set_result(event.exited.record)
-                    case "gone":
-                        self._gone.set_result(event.gone.cleanup)
-                    case _:
-                        pass
-            self._finish()
-        except TightshipError as error:
-            self._fail(error)
         except asyncio.CancelledError:
-            self._fail(TightshipError(grpc.StatusCode.CANCELLED, "the launch was cancelled by its caller"))
+            self._begun().abandon()
+            ending.cancel()
+            raise
 
-    async def _rejoin(self) -> None:
-        mine = self.started
-        await self._begin()
-        if self.started.id != mine.id:
-            assert self._call is not None
-            self._call.cancel()
-            other, self.started = self.started.id, mine
-            raise TightshipError(
-                grpc.StatusCode.DATA_LOSS,
-                f"launch {mine.id} is not known any more; {other}, begun instead, is cancelled",
-            )
+    def __del__(self) -> None:
+        if self._running is not None and self._running.living:
+            warnings.warn(f"launch {self.name} was dropped while it ran", ResourceWarning, source=self, stacklevel=2)
+            self._running.abandon()
 
-    async def _until_gone(self) -> None:
-        """After a cancel: until the service calls it ended. It goes on by itself whatever happens here."""
-        pause, longest = _POLL_S
-        end = asyncio.get_running_loop().time() + _END_S
-        while True:
-            try:
-                container = await self._client.get(self.id)
-            except TightshipError as error:
-                if error.code is grpc.StatusCode.NOT_FOUND:
-                    return
-                raise
-            if container.state == pb.Container.ENDED:
-                return
-            if container.state == pb.Container.CLEANUP_PENDING or asyncio.get_running_loop().time() > end:
-                raise TightshipError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                    f"cleanup of {self.name} is pending: {container.pending_reason or 'no answer'}",
-                    "CLEANUP_PENDING",
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
-
-    def _fail(self, error: TightshipError) -> None:
-        for future in (self._exited, self._gone):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # nobody may be waiting
-        self._finish(error.code.name, error.message)
-
-    def _finish(self, status: str = "OK", error: str | None = None) -> None:
-        if self._call is not None:
-            self._call.cancel()
-        self._span.end(status, error, {conventions.CONTAINER_NAME: self.name, conventions.CONTAINER_ID: self.id})
+    def _begun(self) -> Running:
+        if self._running is None:
+            raise RuntimeError("the launch has not begun: use it in a `with`, or call start()")
+        return self._running
 
     def _ended(self, end: switchboard_pb2.AttachOutputResponse.AttachEnd) -> None:
         self.output_end = end
+
+
+async def _within(timeout: float | None, waiting: Awaitable[T]) -> T:
+    async with asyncio.timeout(timeout):
+        return await waiting

@@ -26,18 +26,21 @@ class LaunchOptions(TypedDict, total=False):
     env: Mapping[str, str] | Iterable[str]
     """All of the environment: a mapping, or "NAME=VALUE" strings. Nothing is inherited."""
     cwd: str
+    """Absolute; "/" when empty."""
     stdin: bool
     """A pipe, for `write` and `close_stdin`; else /dev/null."""
     timeout: float | None
-    """The run's limit; the record then says TIMEOUT."""
+    """The run's limit, from its start; the record then says TIMEOUT. None: as long as it takes."""
     labels: Mapping[str, str]
+    """For people: at most 64."""
     detach: bool
     """The container stays when the call ends."""
     max_lifetime: float | None
     """Bound on a detached container's life."""
     umask: int | None
+    """Of the process; 0o022 when absent."""
     log_cap: int | None
-    """Bytes of output kept, both streams."""
+    """Bytes of output kept, both streams; the switchboard's default (1 GiB) when absent."""
     report_in_force: bool
     """Read back the limits that the kernel holds: `in_force` of the launch."""
     request_id: str

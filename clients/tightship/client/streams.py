@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import grpc
 
 from tightship.client import retry
-from tightship.client.errors import TightshipError
+from tightship.client.errors import TightshipError, raised
 from tightship.v1 import switchboard_pb2 as pb
 
 if TYPE_CHECKING:
@@ -35,11 +35,17 @@ class Chunk:
 
     stream: StreamName
     offset: int
+    """Of its first byte, from the stream's begin."""
     data: bytes
     lost: int = 0
     """Bytes that were written here and not kept; `data` is empty then."""
     reason: str = ""
     """Why they were not kept."""
+
+    @property
+    def next_offset(self) -> int:
+        """Where the stream goes on: the offset that an `output` begun anew would ask for."""
+        return self.offset + len(self.data) + self.lost
 
 
 async def output(
@@ -73,12 +79,11 @@ async def output(
         )
 
     call = attach()
+    ended = False
 
     async def read() -> pb.AttachOutputResponse | None:
-        try:
+        with raised():
             response = await call.read()
-        except grpc.aio.AioRpcError as error:
-            raise TightshipError.of(error) from None
         return response if isinstance(response, pb.AttachOutputResponse) else None
 
     async def reattach() -> pb.AttachOutputResponse | None:
@@ -96,6 +101,8 @@ async def output(
                     raise
                 response = await retry.again(reattach, error, retry.away, _PATIENCE_S)
             if response is None:
+                if follow and not ended:
+                    raise TightshipError(grpc.StatusCode.DATA_LOSS, "the output broke off without an end")
                 span.end()
                 return
             match response.WhichOneof("event"):
@@ -108,6 +115,7 @@ async def output(
                     at[gap.stream] = gap.offset + gap.size
                     yield Chunk(_NAMES[gap.stream], gap.offset, b"", gap.size, gap.reason)
                 case "end":
+                    ended = True
                     if on_end is not None:
                         on_end(response.end)
                 case _:
@@ -121,13 +129,17 @@ async def output(
 
 
 class AsyncInput:
-    """Standard input of a container: written in order, ended by `close`. One writer at a time."""
+    """Standard input of a container: written in order, ended by `close`. One writer at a time.
+
+    A write that is cancelled has put an unknown part of its bytes, and ends the input: what follows raises Cancelled.
+    """
 
     def __init__(self, client: AsyncClient, lease_id: str, parent: str = "") -> None:
         self._client = client
         self._lease_id = lease_id
         self._span = client.span("SwitchboardService/AttachInput", parent)
         self._call: grpc.aio.StreamUnaryCall[pb.AttachInputRequest, pb.AttachInputResponse] | None = None
+        self._broken = False
 
     async def write(self, data: bytes) -> None:
         """Raises BrokenPipeError when the process has closed its end or has ended; TightshipError."""
@@ -155,9 +167,18 @@ class AsyncInput:
         if self._call is None:
             self._call = self._client.switchboard.AttachInput(metadata=self._span.metadata)
             request.lease_id = self._lease_id
+        if self._broken:
+            raise TightshipError(
+                grpc.StatusCode.CANCELLED, "an earlier write was cancelled: how much it put is unknown"
+            )
         try:
-            await self._call.write(request)
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            with raised():
+                await self._call.write(request)
+        except asyncio.CancelledError:
+            self._broken = True
+            self.abandon()
+            raise
+        except (asyncio.InvalidStateError, TightshipError):
             # The call has ended: its answer says why.
             await self._answer(self._call)
             raise BrokenPipeError("the process reads no more input") from None
@@ -166,11 +187,11 @@ class AsyncInput:
         self, call: grpc.aio.StreamUnaryCall[pb.AttachInputRequest, pb.AttachInputResponse]
     ) -> pb.AttachInputResponse:
         try:
-            answer = await call
-        except grpc.aio.AioRpcError as error:
-            failed = TightshipError.of(error)
-            self._span.end(failed.code.name, failed.message)
-            raise failed from None
+            with raised():
+                answer = await call
+        except TightshipError as error:
+            self._span.end(error.code.name, error.message)
+            raise
         self._span.end()
         if answer.reader_gone:
             raise BrokenPipeError("the process reads no more input")

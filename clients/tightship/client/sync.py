@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import threading
+import warnings
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from tightship.client import requests, streams
+import grpc
+
+from tightship.client import forks, requests, streams
 from tightship.client.aio import TIMEOUT_S, AsyncClient, Completed
 from tightship.client.launch import AsyncLaunch
 from tightship.telemetry import Tracer
@@ -47,21 +52,68 @@ class _Loop:
                 self._loop = self._thread = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An exception here, as KeyboardInterrupt, cancels the coroutine."""
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """The coroutine's result. An exception here, as KeyboardInterrupt, cancels the coroutine, and goes on when that
+        has ended: so what it cleans up is cleaned up by then. A second one does not wait."""
+        forks.check()
+        loop = self._loop
+        if loop is None or threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("the client is closed" if loop is None else "a callback of the client may not call it")
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda task: _pass_on(task, future))
+
+        loop.call_soon_threadsafe(begin)
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if not future.done():
+                loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108  it is made by then
+                concurrent.futures.wait([future])
             raise
+
+    def post(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Has the coroutine run, without waiting: from where nothing may block, as a collected object."""
+        loop = self._loop
+        if loop is None or forks.is_child():
+            coroutine.close()
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError:  # closed meanwhile
+            coroutine.close()
+
+
+def _pass_on(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
+    if task.cancelled():
+        future.set_exception(concurrent.futures.CancelledError())
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 _LOOP = _Loop()
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the interpreter's end. What a client that is killed leaves is ended by the services."""
+    for client in list(_clients):
+        client.close()
 
 
 class Client:
-    """A client of one pair, for any thread; `with` it, or call `close`. See AsyncClient for the arguments."""
+    """A client of one pair, for any thread; `with` it, or call `close`. See AsyncClient for the arguments, errors and
+    deadlines.
+
+    One that is dropped is closed (ResourceWarning); at the interpreter's end all are. An interrupt (KeyboardInterrupt)
+    of a call cancels it, and is raised when that has cleaned up; a second one at once.
+    """
 
     def __init__(
         self,
@@ -69,21 +121,24 @@ class Client:
         *,
         containerizer: str | None = None,
         switchboard: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
         timeout_s: float = TIMEOUT_S,
         patience_s: float = 2.0,
         tracer: Tracer | None = None,
     ) -> None:
+        self._open = False
         self.aio = AsyncClient(
             directory,
             containerizer=containerizer,
             switchboard=switchboard,
+            credentials=credentials,
             timeout_s=timeout_s,
             patience_s=patience_s,
             tracer=tracer,
         )
-        self._open = True
         _LOOP.enter()
-        atexit.register(self.close)
+        self._open = True
+        _clients.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -94,23 +149,34 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls and the channels."""
+        """Ends all calls, launches with them, and the channels."""
         if self._open:
             self._open = False
-            atexit.unregister(self.close)
+            if forks.is_child():
+                return
             try:
                 _LOOP.run(self.aio.close())
             finally:
                 _LOOP.leave()
 
+    def __del__(self) -> None:
+        if self._open and not forks.is_child():
+            self._open = False
+            warnings.warn("a tightship client was dropped without close()", ResourceWarning, source=self, stacklevel=2)
+            # Collected wherever that happens to be, maybe in the loop's own thread: that thread is left running.
+            _LOOP.post(self.aio.close())
+
     def launch(self, command: Sequence[str], **options: Unpack[requests.LaunchOptions]) -> Launch:
-        """Runs `command` (argv) in a new container, for `with`."""
-        return Launch(self.aio, requests.launch(command, options))
+        """Runs `command` (argv) in a new container, for `with`. The options: requests.LaunchOptions."""
+        return Launch(self.aio.launch(command, **options))
 
     def run(
         self, command: Sequence[str], stdin_data: bytes | None = None, **options: Unpack[requests.LaunchOptions]
     ) -> Completed:
-        """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it."""
+        """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it.
+
+        `timeout` (s) bounds the run. Interrupted, it raises when the container is gone.
+        """
         return _LOOP.run(self.aio.run(command, stdin_data, **options))
 
     def create(
@@ -121,27 +187,33 @@ class Client:
         parents: bool = False,
         labels: Mapping[str, str] | None = None,
     ) -> pb.CreateResponse:
-        """Makes a container without a process."""
+        """Makes a container without a process; `parents`: the missing ones above it too."""
         return _LOOP.run(self.aio.create(name, spec, parents=parents, labels=labels))
 
     def destroy(self, name: str, *, force: bool = False, budget: float | None = None) -> pb.Cleanup:
-        """Ends a container (name or id) and all below it; returns when everything is gone. `budget` in seconds."""
+        """Ends a container and all below it; returns when everything is gone, or raises DeadlineExceeded (reason
+        CLEANUP_PENDING, with `cleanup`) when `budget` is spent (s; the spec's, else 10, when None; 60 at most).
+
+        Without `force` one in use is refused (FailedPrecondition, reason IN_USE).
+        """
         return _LOOP.run(self.aio.destroy(name, force=force, budget=budget))
 
     def cleanup(self, name: str = "", *, all: bool = False, budget: float | None = None) -> pb.Cleanup:
-        """Removes everything of a name, whatever its state; with `all` the residue of all names."""
+        """Removes everything of a name, whatever its state; with `all` the residue of all names. `budget` and errors as
+        of `destroy`."""
         return _LOOP.run(self.aio.cleanup(name, all=all, budget=budget))
 
     def kill(self, name: str, signal: str = "") -> None:
-        """A signal (name or number; KILL when empty) to the main process of a container (name or id)."""
+        """A signal (name or number; KILL when empty) to the main process of a container."""
         _LOOP.run(self.aio.kill(name, signal))
 
     def wait(self, name: str, *, timeout: float | None = None) -> pb.Record:
-        """The record of a container (name or id), when its main process has ended. No deadline unless given (s)."""
+        """The record of a container, when its main process has ended: as long as that takes, where no `timeout` (s) is
+        given. A containerizer that is started anew meanwhile is asked again."""
         return _LOOP.run(self.aio.wait(name, timeout=timeout))
 
     def get(self, name: str) -> pb.Container:
-        """A container, living or recorded (name or id)."""
+        """A container, living or recorded."""
         return _LOOP.run(self.aio.get(name))
 
     def list(
@@ -151,7 +223,7 @@ class Client:
         return _LOOP.run(self.aio.list(name, recursive=recursive, records=records, usage=usage))
 
     def remove(self, name: str) -> int:
-        """Forgets records and logs of an ended container (name or id); how many."""
+        """Forgets records and logs of an ended container; how many."""
         return _LOOP.run(self.aio.remove(name))
 
     def audit(self, *, fix: bool = False) -> pb.AuditResponse:
@@ -170,85 +242,100 @@ class Client:
         stdout_offset: int = 0,
         stderr_offset: int = 0,
     ) -> Iterator[streams.Chunk]:
-        """The output of a container, living or ended (name or id); goes on by offset over a new switchboard."""
+        """The output of a container, living or ended, both streams unless named, from the offsets (bytes); with
+        `follow` until it ends. Goes on by offset over a new switchboard."""
         chunks = self.aio.logs(name, *names, follow=follow, stdout_offset=stdout_offset, stderr_offset=stderr_offset)
         return _iterate(chunks)
 
     def input(self, name: str) -> Input:
-        """Standard input of a container (name or id) that was launched with `stdin`."""
+        """Standard input of a living container that was launched with `stdin`."""
         return Input(_LOOP.run(self.aio.input(name)))
 
     def ready(self, timeout_s: float) -> None:
-        """Waits until both services say that they serve."""
+        """Waits until both services say that they serve. Raises the last TightshipError after `timeout_s` seconds."""
         _LOOP.run(self.aio.ready(timeout_s))
 
 
 class Launch:
-    """A running command; see AsyncLaunch."""
+    """A running command, for `with`; made by `Client.launch`. See AsyncLaunch.
 
-    def __init__(self, client: AsyncClient, request: pb.LaunchRequest) -> None:
-        self._client = client
-        self._request = request
-        self._launch: AsyncLaunch | None = None
+    Leaving the block, however that happens, ends the container and waits until nothing of it is left. Time-outs are in
+    seconds; what they end is the waiting, never the launch. They raise TimeoutError.
+    """
 
-    @property
-    def aio(self) -> AsyncLaunch:
-        if self._launch is None:
-            raise RuntimeError("the launch has not begun: use it in a `with`, or call start()")
-        return self._launch
+    def __init__(self, aio: AsyncLaunch) -> None:
+        self.aio = aio
 
     @property
     def id(self) -> str:
+        """The container's id, never used again."""
         return self.aio.id
 
     @property
     def name(self) -> str:
+        """The container's absolute name."""
         return self.aio.name
 
     @property
     def pid(self) -> int:
+        """Of the main process, in the service's pid namespace."""
         return self.aio.pid
 
     @property
     def started(self) -> pb.LaunchResponse.Started:
+        """What STARTED told. Raises RuntimeError where the launch has not begun."""
         return self.aio.started
 
+    @property
+    def output_end(self) -> switchboard_pb2.AttachOutputResponse.AttachEnd | None:
+        """How a followed `output` ended: exit, state of the lease, and why it ended."""
+        return self.aio.output_end
+
     def start(self) -> Self:
-        """Runs the command, as `with` does first. Raises TightshipError when it did not run."""
-        self._launch = _LOOP.run(_make(self._client, self._request))
+        """Runs the command, as `with` does first. Raises TightshipError when it did not run.
+
+        A handle that is started without `with` ends with `cancel`, or when it is dropped (ResourceWarning).
+        """
         try:
-            _LOOP.run(self._launch.start())
+            _LOOP.run(self.aio.start())
         except BaseException:
-            _LOOP.run(self._launch.cancel())  # an interrupt here may come when it has just begun
+            _LOOP.run(self.aio.cancel())  # an interrupt here may come when it has just begun
             raise
         return self
 
-    def exited(self) -> pb.Record:
-        """The record as soon as the process has ended; cleanup may still run."""
-        return _LOOP.run(self.aio.exited())
+    def exited(self, timeout: float | None = None) -> pb.Record:
+        """The record as soon as the process has ended; cleanup may still run. Raises TightshipError, TimeoutError."""
+        return _LOOP.run(self.aio.exited(timeout))
 
-    def wait(self) -> pb.Record:
-        """The record when the process has ended and nothing of the container is left."""
-        return _LOOP.run(self.aio.wait())
+    def wait(self, timeout: float | None = None) -> pb.Record:
+        """The record when the process has ended and nothing of the container is left (of a detached one: when the
+        process has ended). After a cancel, its record (reason CANCELLED).
 
-    def gone(self) -> pb.Cleanup:
-        """What the cleanup did, when it has ended."""
-        return _LOOP.run(self.aio.gone())
+        Raises TimeoutError, and TightshipError: with reason CLEANUP_PENDING where something is left.
+        """
+        return _LOOP.run(self.aio.wait(timeout))
+
+    def gone(self, timeout: float | None = None) -> pb.Cleanup:
+        """What the cleanup did, when it has ended. Not told of a launch that its caller cancelled (Cancelled)."""
+        return _LOOP.run(self.aio.gone(timeout))
 
     def output(
         self, *names: streams.StreamName, stdout_offset: int = 0, stderr_offset: int = 0, follow: bool = True
     ) -> Iterator[streams.Chunk]:
-        """Output from the start, both streams unless named, until its end."""
+        """Output from the offsets (bytes), both streams unless named, until its end; without `follow`, what there is.
+
+        Goes on by offset over a new switchboard. Raises TightshipError.
+        """
         return _iterate(
             self.aio.output(*names, stdout_offset=stdout_offset, stderr_offset=stderr_offset, follow=follow)
         )
 
     def write(self, data: bytes) -> None:
-        """To standard input. Raises BrokenPipeError when the process reads no more."""
+        """To standard input. Raises BrokenPipeError when the process reads no more; TightshipError."""
         _LOOP.run(self.aio.write(data))
 
     def close_stdin(self) -> int:
-        """End of file on standard input; the bytes that were taken."""
+        """End of file on standard input; the bytes that were taken. Raises BrokenPipeError, TightshipError."""
         return _LOOP.run(self.aio.close_stdin())
 
     def kill(self, signal: str = "") -> None:
@@ -256,7 +343,10 @@ class Launch:
         _LOOP.run(self.aio.kill(signal))
 
     def cancel(self) -> None:
-        """Ends the launch and waits until nothing is left."""
+        """Ends the launch and waits until nothing is left (65 s at most). Of a detached one, nothing.
+
+        Raises TightshipError with reason CLEANUP_PENDING where something is: the service goes on with it.
+        """
         _LOOP.run(self.aio.cancel())
 
     def __enter__(self) -> Self:
@@ -275,16 +365,12 @@ class Input:
         self.aio = aio
 
     def write(self, data: bytes) -> None:
-        """Raises BrokenPipeError when the process reads no more."""
+        """Raises BrokenPipeError when the process reads no more; TightshipError."""
         _LOOP.run(self.aio.write(data))
 
     def close(self) -> int:
-        """End of file for the process; the bytes that were taken."""
+        """End of file for the process; the bytes that were taken. Raises BrokenPipeError, TightshipError."""
         return _LOOP.run(self.aio.close())
-
-
-async def _make(client: AsyncClient, request: pb.LaunchRequest) -> AsyncLaunch:
-    return AsyncLaunch(client, request)
 
 
 def _iterate(chunks: AsyncIterator[streams.Chunk]) -> Iterator[streams.Chunk]:
@@ -299,4 +385,4 @@ def _iterate(chunks: AsyncIterator[streams.Chunk]) -> Iterator[streams.Chunk]:
         while (chunk := _LOOP.run(following())) is not None:
             yield chunk
     finally:
-        _LOOP.run(close())
+        _LOOP.post(close())
