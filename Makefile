@@ -27,8 +27,9 @@ lint: $(READY)  ## format, lint, types, import rules, protos, stubs, and no buil
 protos: $(READY)  ## the stubs in clients/tightship/v1, made anew from protos/
 	@PYTHON=$(BIN)/python tools/protos.sh
 
-bench: $(READY)  ## launches against crun; writes build/bench.json
-	@$(BIN)/python -m tests.bench.launch --output build/bench.json
+bench: $(READY)  ## launches against crun, and with traces against without; writes build/bench.json
+	@rm -f build/bench.json; status=0; for each in launch tracing; do \
+		$(BIN)/python -m tests.bench.$$each --output build/bench.json || status=1; done; exit $$status
 
 sweep: $(READY)  ## every failpoint with every fault; writes build/sweep.json
 	@$(BIN)/python -m tests.faults.sweep --output build/sweep.json

@@ -7,6 +7,7 @@ channel until GONE; crun from its start to its exit. Exit status 1 where a mark 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -72,7 +73,7 @@ def in_turn(calls: Calls, crun: Crun, pairs: int, apart_s: float) -> Measure:
         time.sleep(apart_s)
         theirs.append(crun.run())
     value, peer = statistics.median(ours) * 1000, statistics.median(theirs) * 1000
-    return _measure(value, peer, value / peer, MARK)
+    return measure(value, peer, MARK)
 
 
 def in_flight(calls: Calls, crun: Crun, pairs: int) -> Measure:
@@ -80,10 +81,11 @@ def in_flight(calls: Calls, crun: Crun, pairs: int) -> Measure:
     ours = [TOGETHER / _timed(lambda: _together(calls)) for _ in range(pairs)]
     theirs = [TOGETHER / crun.run(TOGETHER) for _ in range(pairs)]
     value, peer = statistics.median(ours), statistics.median(theirs)
-    return _measure(value, peer, value / peer, None)
+    return measure(value, peer, None)
 
 
-def _measure(value: float, peer: float, ratio: float, mark: float | None) -> Measure:
+def measure(value: float, peer: float, mark: float | None) -> Measure:
+    ratio = value / peer
     return Measure(
         value=round(value, 3),
         peer=round(peer, 3),
@@ -91,6 +93,22 @@ def _measure(value: float, peer: float, ratio: float, mark: float | None) -> Mea
         mark=mark,
         met=None if mark is None else ratio <= mark,
     )
+
+
+def write(output: Path, results: dict[str, Measure]) -> None:
+    """Into the file, beside what other benchmarks have there."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        results = json.loads(output.read_text()) | results
+    output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def tell(results: dict[str, Measure]) -> bool:
+    """Prints them; whether a mark is missed."""
+    for name, one in results.items():
+        mark = "for information" if one["mark"] is None else f"mark {one['mark']}, {'met' if one['met'] else 'MISSED'}"
+        print(f"{name}: {one['value']} against {one['peer']}, ratio {one['ratio']} ({mark})")
+    return any(one["met"] is False for one in results.values())
 
 
 def main() -> None:
@@ -109,12 +127,8 @@ def main() -> None:
             "launch 100 ms apart, ms": in_turn(pair.calls, crun, options.pairs // 2, 0.1),
             f"launches {TOGETHER} in flight, per s": in_flight(pair.calls, crun, 10),
         }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=2) + "\n")
-    for name, one in results.items():
-        mark = "for information" if one["mark"] is None else f"mark {one['mark']}, {'met' if one['met'] else 'MISSED'}"
-        print(f"{name}: {one['value']} against {one['peer']}, ratio {one['ratio']} ({mark})")
-    sys.exit(any(one["met"] is False for one in results.values()))
+    write(options.output, results)
+    sys.exit(tell(results))
 
 
 if __name__ == "__main__":

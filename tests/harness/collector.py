@@ -10,6 +10,7 @@ from typing import Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 Value = str | int | float | bool
 
@@ -22,8 +23,14 @@ class ReceivedSpan:
     span: str
     parent: str
     """Empty for a root."""
+    kind: str
+    """client, server, internal."""
     attributes: dict[str, Value]
     error: bool
+    message: str
+    """Of the error."""
+    links: tuple[tuple[str, str], ...]
+    """Trace and span, each."""
     start_ns: int
     end_ns: int
 
@@ -64,6 +71,10 @@ class Collector:
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
 
+    def resources(self) -> list[dict[str, Value]]:
+        """Attributes of each that has sent."""
+        return [_plain(one.resource.attributes) for request in list(self._requests) for one in request.resource_spans]
+
     def spans(self) -> list[ReceivedSpan]:
         """All that have come, in the order of their coming."""
         found = []
@@ -78,8 +89,11 @@ class Collector:
                             span.trace_id.hex(),
                             span.span_id.hex(),
                             span.parent_span_id.hex(),
+                            Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(),
                             _plain(span.attributes),
                             span.status.code == span.status.STATUS_CODE_ERROR,
+                            span.status.message,
+                            tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
                             span.start_time_unix_nano,
                             span.end_time_unix_nano,
                         )

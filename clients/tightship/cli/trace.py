@@ -67,7 +67,7 @@ async def _add_lease(client: AsyncClient, told: pb.TraceResponse) -> None:
         return  # never made, forgotten, or nobody there to ask
     span = told.spans.add(
         name=names.LEASE,
-        span_id=child(f"00-{told.trace_id or told.id * 2}-{launch.span_id}-00", names.LEASE)[36:52],
+        span_id=child(f"00-{told.trace_id or told.id * 2}-{launch.span_id}-00", names.LEASE_KEY)[36:52],
         parent_span_id=launch.span_id,
         start=lease.acquired,
         attributes=_lease_attributes(lease),

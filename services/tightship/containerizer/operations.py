@@ -355,12 +355,14 @@ class Operation:
         self.begun.update(step.name for step in mine)
         prefix = f"containerizer.{self.row.kind}"
         times: steps.Times = {}
-        if failpoints.DIRECTORY is None:
-            # New directories, tens of microseconds each: a worker's hop would take longer than the loop is held.
-            steps.apply(mine, prefix, self._interrupted, times)
-        else:
-            await self.hop(lambda: steps.apply(mine, prefix, self._interrupted, times), CGROUP_TIMEOUT_S)
-        self.row.live.times.update(times)
+        try:
+            if failpoints.DIRECTORY is None:
+                # New directories, tens of microseconds each: a worker's hop would take longer than the loop is held.
+                steps.apply(mine, prefix, self._interrupted, times)
+            else:
+                await self.hop(lambda: steps.apply(mine, prefix, self._interrupted, times), CGROUP_TIMEOUT_S)
+        finally:
+            self.row.live.times.update(times)
 
     async def _spawn(self, acquired: asyncio.Future[sb.AcquireResponse]) -> None:
         """The claim may overtake the Acquire, whose answer is not waited for before: the switchboard waits for it."""

@@ -182,7 +182,9 @@ def _tell_begun(operation: Operation, on: Span) -> None:
 
 def _send(operation: Operation, spans: list[Span]) -> None:
     tracer: Tracer = operation.parts.tracer
-    links, operation.links = operation.links, ()
+    links: tuple[str, ...] = ()
+    if spans and spans[0].name != names.BEGUN:
+        links, operation.links = operation.links, ()
     for span in spans:
         tracer.emit(
             span.traceparent,

@@ -111,7 +111,7 @@ def emit_span(tracer: Tracer, live: Live, lease: pb.Lease) -> None:
         return
     moments = (("claimed", live.claimed_ns), ("bound", live.bound_ns), ("exited", live.exited_ns))
     tracer.emit(
-        child(live.traceparent, names.LEASE),
+        child(live.traceparent, names.LEASE_KEY),
         live.traceparent,
         names.LEASE,
         live.acquired_ns,
