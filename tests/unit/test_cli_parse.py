@@ -156,7 +156,7 @@ def test_statuses_without_a_service(args: list[str], status: int, says: str) -> 
 def test_failures_as_json_are_one_object(args: list[str], status: int) -> None:
     ended = tightship("--json", *args)
     assert ended.returncode == status
-    assert json.loads(ended.stderr).keys() == {"code", "status", "reason", "message", "metadata"}
+    assert json.loads(ended.stderr).keys() == {"code", "status", "reason", "message", "metadata", "next"}
 
 
 @pytest.mark.parametrize(

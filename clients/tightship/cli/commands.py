@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from tightship.cli import failure
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # Command, module under tightship.cli, attribute, and what --help says, which must not import the module.
 _COMMANDS = {
@@ -26,10 +31,14 @@ _COMMANDS = {
     "spec": ("containers", "spec", "Print a container's spec."),
     "logs": ("output", "logs", "Print a container's output."),
     "attach": ("output", "attach", "Follow a container's output, pass it input."),
+    "top": ("top", "top", "Show what containers use, live."),
     "trace": ("trace", "trace", "Draw what happened to a container."),
     "leases": ("containers", "leases", "List leases on standard streams."),
     "audit": ("containers", "audit", "Look for what nothing alive explains."),
     "rm": ("containers", "rm", "Forget an ended container's record and logs."),
+    "doctor": ("doctor", "doctor", "Say what this machine offers, and what is missing."),
+    "completion": ("completion", "completion", "Print what makes a shell complete our commands."),
+    "help": ("help", "help_", "Explain a command, exit codes, names, or specs."),
 }
 
 
@@ -46,6 +55,15 @@ class _Commands(click.Group):
         command = getattr(importlib.import_module(f"tightship.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands with what they do, without importing them; options."""
+        from click.shell_completion import CompletionItem
+
+        found = [
+            CompletionItem(name, help=short) for name, (_, _, short) in _COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -68,14 +86,19 @@ def cli(run_dir: str | None, json: bool) -> None:
     With services:            tightship up -d
                               tightship run --spec 'memory { limit: 67108864 }' /job -- make
 
-    A relative NAME is joined to the caller's own container, "/" for an ordinary shell. The exit status is the gRPC code
-    (5 not found, 14 no service ...); that of `run` is the command's.
+    A relative NAME is joined to the caller's own container, "/" for an ordinary shell. TIME is 2, 500ms, 1.5s, 10m or
+    1h. The exit status is the gRPC code (5 not found, 14 no service ...); that of `run` is the command's. More:
+    tightship help exit-codes, names, specs, environment.
     """
 
 
 def execute(argv: list[str]) -> int:
     """Runs the command; its exit status. Every failure is told on stderr."""
     context: click.Context | None = None
+    if (instruction := os.environ.get("_TIGHTSHIP_COMPLETE")) is not None:
+        from tightship.cli import completion
+
+        return completion.complete(cli, instruction)
     try:
         # Not `cli()`: it would take a broken pipe for its own.
         with cli.make_context("tightship", [*argv]) as context:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import click
 
-from tightship.cli import failure, render, values
+from tightship.cli import completion, failure, progress, render, specs, tables, values
 from tightship.cli.context import Options, common, plain, print_json
 
 if TYPE_CHECKING:
@@ -15,7 +17,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("-p", "--parents", is_flag=True, help="Make missing parents too.")
-@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE, or from standard input (-).")
+@click.option(
+    "-c",
+    "--config",
+    metavar="FILE",
+    help="Read the spec from FILE, or from standard input (-).",
+    shell_complete=completion.files,
+)
 @click.option("--label", multiple=True, metavar="K=V", help="A label; may be repeated.")
 @click.argument("name")
 @click.argument("spec", required=False)
@@ -25,16 +33,29 @@ def create(
 ) -> int:
     """Make a container without a process, with its limits in force.
 
+    SPEC is protobuf text, with --json also JSON; '' is no limit at all. Its fields: tightship help specs.
+
     \b
-    Example: tightship create -p /test/one 'cpu { limit: 1000 } memory { limit: -1 }'
+    Examples:
+      tightship create -p /test/one 'cpu { limit: 1000 } memory { limit: -1 }'
+      tightship --json create /test/two '{"memory": {"limit": 67108864}}'
+
+    Exit status: 0 made, with its limits in force; 3 a bad spec; 5 no such parent; 6 the name is taken.
     """
     text = values.spec(spec, config)
     if text is None:
         raise click.UsageError("give a spec, as text or as -c FILE ('' is the empty one)")
+    given = specs.parse(text, json=options.json)
     labels = values.pairs(label, "--label")
 
     async def call(client: AsyncClient) -> None:
-        made = await client.create(options.name(name), text, parents=parents, labels=labels)
+        from tightship.client import TightshipError
+
+        try:
+            made = await client.create(options.name(name), given, parents=parents, labels=labels)
+        except TightshipError as error:
+            specs.place(text, error.metadata)
+            raise
         if options.json:
             print_json(plain(made))
 
@@ -42,21 +63,28 @@ def create(
 
 
 @click.command()
-@click.option("-f", "--force", is_flag=True, help="Also when it has children or processes.")
-@click.option("--budget", type=values.Seconds(), metavar="TIME", help="Time that the cleanup may take.")
-@click.argument("name")
+@click.option("-f", "--force", is_flag=True, help="Also when it has children or processes [refused].")
+@click.option(
+    "--budget", type=values.Seconds(), metavar="TIME", help="Time for the cleanup [its spec's, else 10s; at most 60s]."
+)
+@click.argument("name", shell_complete=completion.containers)
 @common
 def destroy(options: Options, *, force: bool, budget: float | None, name: str) -> int:
-    """End a container (NAME or id) and all below it.
+    """End a container (NAME or id) and all below it; returns when everything is gone.
 
-    Returns when everything is gone. When the budget is spent the status is 4 and the cleanup goes on by itself.
+    Its processes get the stop signal (TERM), and KILL when the grace is over. On a terminal it tells what is left.
 
     \b
     Example: tightship destroy -f /test
+
+    Exit status: 0 all is gone; 4 the budget was spent, and the cleanup goes on; 5 no such container; 9 it is in use.
     """
 
     async def call(client: AsyncClient) -> None:
-        cleanup = await client.destroy(options.name_or_id(name), force=force, budget=budget)
+        target = options.name_or_id(name)
+        with progress.shown(f"ending {target}") as shown:
+            async with _counting(client, target, shown):
+                cleanup = await client.destroy(target, force=force, budget=budget)
         if options.json:
             print_json(plain(cleanup))
 
@@ -65,21 +93,26 @@ def destroy(options: Options, *, force: bool, budget: float | None, name: str) -
 
 @click.command()
 @click.option("--all", "everything", is_flag=True, help="The residue of all names; nothing alive.")
-@click.option("--budget", type=values.Seconds(), metavar="TIME", help="Time that the cleanup may take.")
-@click.argument("name", required=False)
+@click.option(
+    "--budget", type=values.Seconds(), metavar="TIME", help="Time for the cleanup [its spec's, else 10s; at most 60s]."
+)
+@click.argument("name", required=False, shell_complete=completion.containers)
 @common
 def cleanup(options: Options, *, everything: bool, budget: float | None, name: str | None) -> int:
     """Remove all that is left of a name, whatever state it is in, and say what was removed.
 
     \b
     Example: tightship cleanup /test/one
+
+    Exit status: 0 nothing is left; 4 something is, and the cleanup goes on.
     """
     if everything == (name is not None):
         raise click.UsageError("give NAME or --all" + (", not both" if everything else ""))
 
     async def call(client: AsyncClient) -> int:
         target = options.name(name) if name is not None else ""
-        done = await client.cleanup(target, all=everything, budget=budget)
+        with progress.shown(f"cleaning up {target or 'all that is left'}"):
+            done = await client.cleanup(target, all=everything, budget=budget)
         if options.json:
             print_json(plain(done))
         else:
@@ -91,14 +124,19 @@ def cleanup(options: Options, *, everything: bool, budget: float | None, name: s
 
 
 @click.command()
-@click.option("-s", "--signal", default="KILL", metavar="SIGNAL", help="Name or number [KILL].")
-@click.argument("name")
+@click.option(
+    "-s", "--signal", default="KILL", metavar="SIGNAL", help="Name or number [KILL].",
+    shell_complete=completion.signals,
+)  # fmt: skip
+@click.argument("name", shell_complete=completion.containers)
 @common
 def kill(options: Options, *, signal: str, name: str) -> int:
     """Send a signal to the main process of a container (NAME or id).
 
     \b
     Example: tightship kill /web -s TERM
+
+    Exit status: 0 signalled; 3 no such signal; 5 no such container; 9 its process has ended.
     """
     if not signal.strip():
         raise failure.Failure(failure.INVALID_ARGUMENT, "signal: it is empty; give a name or a number, as TERM or 15")
@@ -113,18 +151,22 @@ def kill(options: Options, *, signal: str, name: str) -> int:
 
 
 @click.command()
-@click.option("--timeout", type=values.Seconds(), metavar="TIME", help="Wait no longer; the status is 4 then.")
-@click.argument("name")
+@click.option("--timeout", type=values.Seconds(), metavar="TIME", help="Wait no longer [no limit].")
+@click.argument("name", shell_complete=completion.containers)
 @common
 def wait(options: Options, *, timeout: float | None, name: str) -> int:
     """Wait until a container's main process (NAME or id) has ended, and print how.
 
     \b
     Example: tightship wait /web
+
+    Exit status: 0 it has ended, however it did; 4 not within TIME; 5 no such container; 9 it has no process.
     """
 
     async def call(client: AsyncClient) -> None:
-        record = await client.wait(options.name_or_id(name), timeout=timeout)
+        target = options.name_or_id(name)
+        with progress.shown(f"waiting for {target}"):
+            record = await client.wait(target, timeout=timeout)
         if options.json:
             print_json(plain(record))
         else:
@@ -137,7 +179,7 @@ def wait(options: Options, *, timeout: float | None, name: str) -> int:
 @click.command("list")
 @click.option("-r", "--recursive", is_flag=True, help="All levels below, not the direct children alone.")
 @click.option("-a", "--all", "records", is_flag=True, help="Also the ended, while their records are kept.")
-@click.argument("what", required=False)
+@click.argument("what", required=False, shell_complete=completion.containers)
 @click.argument("name", required=False)
 @common
 def list_(options: Options, *, recursive: bool, records: bool, what: str | None, name: str | None) -> int:
@@ -146,6 +188,8 @@ def list_(options: Options, *, recursive: bool, records: bool, what: str | None,
     \b
     Usage:   tightship list [containers] [-r] [-a] [NAME]
     Example: tightship list -ra
+
+    Exit status: 0 listed; 5 no such container.
     """
     if what in ("pids", "tids"):
         raise failure.Failure(failure.UNIMPLEMENTED, f"list {what} is not there yet (a container is ./{what})")
@@ -159,20 +203,22 @@ def list_(options: Options, *, recursive: bool, records: bool, what: str | None,
         if options.json:
             options.print_messages("containers", [*found])
         else:
-            render.table(("NAME", "STATE", "PID", "AGE", "ID", "COMMAND"), render.container_rows(found))
+            tables.table(("NAME", "STATE", "PID", "AGE", "ID", "COMMAND"), render.container_rows(found))
 
     return options.call(call)
 
 
 @click.command()
 @click.option("--in-force", is_flag=True, help="The values that the kernel holds, too.")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.containers)
 @common
 def spec(options: Options, *, in_force: bool, name: str) -> int:
     """Print the spec of a container (NAME or id) as it was given.
 
     \b
     Example: tightship spec --in-force /test/one
+
+    Exit status: 0 printed; 5 no such container.
     """
 
     async def call(client: AsyncClient) -> None:
@@ -188,7 +234,7 @@ def spec(options: Options, *, in_force: bool, name: str) -> int:
         click.echo(text_format.MessageToString(container.spec), nl=False)
         if in_force:
             click.echo("# in force")
-            render.table(
+            tables.table(
                 ("# FIELD", "VALUE", "FILE"),
                 [(f"# {each.field}", each.value, each.file) for each in container.in_force],
             )
@@ -197,13 +243,15 @@ def spec(options: Options, *, in_force: bool, name: str) -> int:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.containers)
 @common
 def rm(options: Options, *, name: str) -> int:
     """Forget the record and the logs of a container that has ended (NAME or id).
 
     \b
     Example: tightship rm /web
+
+    Exit status: 0 forgotten; 5 no such container; 9 it has not ended.
     """
 
     async def call(client: AsyncClient) -> None:
@@ -224,15 +272,18 @@ def audit(options: Options, *, fix: bool) -> int:
 
     \b
     Example: tightship audit --fix
+
+    Exit status: 0 nothing (is left); 1 something is; 14 a service that should know does not answer.
     """
 
     async def call(client: AsyncClient) -> int:
-        found = await client.audit(fix=fix)
+        with progress.shown("looking at processes, cgroups, descriptors and leases"):
+            found = await client.audit(fix=fix)
         if options.json:
             print_json(plain(found))
         else:
             if found.findings:
-                render.table(("KIND", "STATE", "WHAT", "ORIGIN"), render.finding_rows(found.findings))
+                tables.table(("KIND", "STATE", "WHAT", "ORIGIN"), render.finding_rows(found.findings))
             click.echo(f"{len(found.findings)} found; examined: {render.examined(dict(found.examined))}")
         return 1 if any(not each.fixed for each in found.findings) else failure.OK
 
@@ -247,6 +298,8 @@ def leases(options: Options, *, closed: bool) -> int:
 
     \b
     Example: tightship leases -a
+
+    Exit status: 0 listed; 14 no switchboard.
     """
 
     async def call(client: AsyncClient) -> None:
@@ -255,7 +308,27 @@ def leases(options: Options, *, closed: bool) -> int:
             options.print_messages("leases", [*found])
         else:
             header = ("LEASE", "STATE", "LEFT", "HOLDERS", "OUT ERR", "CONTAINER")
-            render.table(header, render.lease_rows(found))
+            tables.table(header, render.lease_rows(found))
 
     options.need("switchboard")
     return options.call(call)
+
+
+@contextlib.asynccontextmanager
+async def _counting(client: AsyncClient, target: str, shown: progress.Progress) -> AsyncIterator[None]:
+    """Around the end of a tree: tells how much of it is left."""
+    import asyncio  # not for a command that ends before
+
+    from tightship.client import TightshipError
+
+    async def count() -> None:
+        with contextlib.suppress(TightshipError):  # of a name that is gone, too
+            while True:
+                await asyncio.sleep(1.0)
+                shown.detail = f"{len(await client.list(target, recursive=True))} left"
+
+    counting = asyncio.create_task(count())
+    try:
+        yield
+    finally:
+        counting.cancel()

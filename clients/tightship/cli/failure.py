@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tightship.cli import hints, style
+
 if TYPE_CHECKING:
     from tightship.client import TightshipError
 
@@ -52,7 +54,8 @@ _ORDER = ("field", "line", "column", "file", "value", "errno", "stage", "name")
 
 
 class Failure(Exception):
-    """Ends the command with the gRPC code and the message; `reason` and `metadata` are the service's."""
+    """Ends the command with the gRPC code and the message; `reason` and `metadata` are the service's, `step` is what
+    to do next."""
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class Failure(Exception):
         name: str | None = None,
         reason: str = "",
         metadata: dict[str, str] | None = None,
+        *,
+        step: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -68,14 +73,16 @@ class Failure(Exception):
         self.name = name or _NAMES[code]
         self.reason = reason
         self.metadata = metadata or {}
+        self.step = step
 
     def shown(self) -> str:
         keys = sorted(self.metadata, key=lambda key: (_ORDER.index(key) if key in _ORDER else len(_ORDER), key))
         facts = ", ".join(f"{key} {self.metadata[key]}" for key in keys if self.metadata[key])
-        return f"{self.code} {self.name}: {self.message}" + (f"\n  {facts}" if facts else "")
+        told = f"{style.paint(f'{self.code} {self.name}', 'red', 2)}: {self.message}"
+        return told + (f"\n  {facts}" if facts else "") + (f"\n  next: {self.step}" if self.step else "")
 
     def json(self) -> str:
-        """One line: `code` (number), `status` (its name), `reason`, `message`, `metadata`."""
+        """One line: `code` (number), `status` (its name), `reason`, `message`, `metadata`, `next` (step, or empty)."""
         return json.dumps(
             {
                 "code": self.code,
@@ -83,6 +90,7 @@ class Failure(Exception):
                 "reason": self.reason,
                 "message": self.message,
                 "metadata": self.metadata,
+                "next": self.step,
             },
             ensure_ascii=False,
         )
@@ -122,13 +130,13 @@ def of_directory(directory: str, error: OSError) -> Failure:
 
 def failed_call(error: TightshipError, directory: str, *, embedded: bool = False) -> Failure:
     """A failed call on the pair of the run directory, with all that the service tells, for people."""
-    message = error.message
     if error.number == UNAVAILABLE and not error.reason:
-        do = "" if embedded else "; look with `tightship list`, start with `tightship up -d`"
-        message = f"a service on {directory} is away: {message}{do}"
-    return Failure(error.number, message, error.code.name, error.reason, error.metadata)
+        step = "" if embedded else "look: tightship doctor; start: tightship up -d"
+        return Failure(UNAVAILABLE, f"a service on {directory} is away: {error.message}", step=step)
+    step = hints.following(error.code.name, error.reason, error.metadata)
+    return Failure(error.number, error.message, error.code.name, error.reason, error.metadata, step=step)
 
 
 def no_service(directory: str) -> Failure:
     where = "" if directory == "/run/tightship" else f" --run-dir {directory}"
-    return Failure(UNAVAILABLE, f"no service on {directory}; start one: tightship{where} up -d")
+    return Failure(UNAVAILABLE, f"no service on {directory}", step=f"start one: tightship{where} up -d")

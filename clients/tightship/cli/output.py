@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tightship.cli import failure, terminal
+from tightship.cli import completion, failure, terminal
 from tightship.cli.context import Options, common, plain
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ async def feed(stdin: AsyncInput) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Go on until the output ends.")
 @click.option("--stdout", "only_stdout", is_flag=True, help="Its standard output alone.")
 @click.option("--stderr", "only_stderr", is_flag=True, help="Its standard error alone, to our standard output.")
-@click.argument("name")
+@click.argument("name", shell_complete=completion.containers)
 @common
 def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool, name: str) -> int:
     """Print the output of a container (NAME or id), living or ended, from the start.
@@ -96,6 +96,8 @@ def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool
 
     \b
     Example: tightship logs -f /web
+
+    Exit status: 0 printed; 5 no such container, or its output is not kept any more.
     """
     streams: list[StreamName] = []
     if only_stdout:
@@ -117,7 +119,7 @@ def logs(options: Options, *, follow: bool, only_stdout: bool, only_stderr: bool
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.containers)
 @common
 def attach(options: Options, *, name: str) -> int:
     """Follow the output of a container (NAME or id) from the start; input that is piped in goes to its process.
@@ -125,6 +127,8 @@ def attach(options: Options, *, name: str) -> int:
     \b
     Example: tightship run -n -i /cat -- cat
              echo hello | tightship attach /cat
+
+    Exit status: 0 its output has ended; 5 no such container; 141 whoever read the output has gone.
     """
 
     async def call(client: AsyncClient) -> None:

@@ -1,12 +1,10 @@
-"""Messages as text for people: tables, sizes, times, and what happened to a container."""
+"""Messages as text for people: rows of tables, sizes, times, and what happened to a container."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
-
-import click
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
@@ -20,14 +18,6 @@ _KINDS = {3: "descriptor"}
 
 # STREAM_STDOUT and STREAM_STDERR of switchboard.proto.
 _OUTPUTS = (2, 3)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Left-aligned columns; the last one is as long as it is."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def container_rows(containers: Iterable[pb.Container]) -> Iterable[Sequence[str]]:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tightship.cli import failure, output, render, signals, terminal, values
+from tightship.cli import completion, failure, output, render, signals, specs, terminal, values
 from tightship.cli.context import Options, common, connect, plain, print_json
 from tightship.cli.failure import RUN_FAILED
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from tightship.cli.embedded import EmbeddedPair
     from tightship.client import AsyncClient, AsyncLaunch, TightshipError
     from tightship.client.requests import LaunchOptions
@@ -49,6 +51,12 @@ class _Run(click.Command):
             raise click.UsageError(f"a command is missing{hint}", ctx)
         ctx.params["name"], ctx.params["command"] = name, command
         return rest
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Options, or, of the command, files."""
+        if incomplete.startswith("-") and not ctx.params.get("command") and not ctx.params.get("name"):
+            return super().shell_complete(ctx, incomplete)
+        return completion.files(ctx, self.params[0], incomplete)
 
     def _options_end(self, args: Sequence[str]) -> int:
         """Where our options end: at `--`, or at the first word that is neither an option nor an option's value."""
@@ -87,13 +95,21 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 @click.command(cls=_Run)
 @click.option("-n", "--detach", is_flag=True, help="Leave it running; print its name.")
 @click.option("-i", "--stdin", is_flag=True, help="Pass standard input, whatever it is; with -n: a pipe for `attach`.")
-@click.option("--spec", "spec_text", metavar="SPEC", help="Limits, as protobuf text.")
-@click.option("-c", "--config", metavar="FILE", help="Read the spec from FILE, or from standard input (-).")
-@click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone takes ours. Nothing is inherited.")
+@click.option("--spec", "spec_text", metavar="SPEC", help="Limits, as protobuf text; with --json also as JSON.")
+@click.option(
+    "-c",
+    "--config",
+    metavar="FILE",
+    help="Read the spec from FILE, or from standard input (-).",
+    shell_complete=completion.files,
+)
+@click.option("--env", multiple=True, metavar="K=V", help="A variable; K alone takes ours. Nothing else is inherited.")
 @click.option("--cwd", default="", metavar="DIR", help="Working directory [/].")
-@click.option("--timeout", type=values.Seconds(), metavar="TIME", help="End it after this (2, 500ms, 1.5s, 10m, 1h).")
+@click.option(
+    "--timeout", type=values.Seconds(), metavar="TIME", help="End it after TIME: 2, 500ms, 1.5s, 10m, 1h [no limit]."
+)
 @click.option("--label", multiple=True, metavar="K=V", help="A label; may be repeated.")
-@click.option("--max-lifetime", type=values.Seconds(), metavar="TIME", help="Bound on the life of a detached one.")
+@click.option("--max-lifetime", type=values.Seconds(), metavar="TIME", help="End a detached one after TIME [no limit].")
 @click.option("-v", "--verbose", is_flag=True, help="Tell limits in force, record and cleanup on stderr.")
 @common
 def run(
@@ -118,13 +134,17 @@ def run(
     output is ours, standard input is passed on when it is a pipe or a file. With no service up, a pair of services of
     its own runs it.
 
-    The status is the command's; 128+n for a signal, 127 not found, 126 not executable, 125 any failure of ours. Ctrl-C
-    cancels and waits for the cleanup; a second one leaves at once.
+    Ctrl-C cancels and waits for the cleanup; a second one leaves at once. With --json record and cleanup are told as a
+    line on stderr, and a spec may be JSON. Its fields: tightship help specs.
 
     \b
-    Examples: tightship run -- sh -c 'echo $$; sleep 1'
-              tightship run --spec 'memory { limit: 67108864 }' --timeout 10m /job make -j4
-              tightship run -n --max-lifetime 1h /web -- python3 -m http.server
+    Examples:
+      tightship run -- sh -c 'echo $$; sleep 1'
+      tightship run --spec 'memory { limit: 67108864 }' --timeout 10m /job make -j4
+      tightship run -n --max-lifetime 1h /web -- python3 -m http.server
+
+    Exit status: the command's; 128+n for a signal, 127 not found, 126 not executable,
+    125 any failure of ours, its code in the message.
     """
     if stdin and config == values.STDIN and not detach:
         raise click.UsageError("-i and -c - both want standard input", click.get_current_context())
@@ -140,28 +160,30 @@ def run(
         "stdin": passed,
     }
     try:
-        asked["spec"] = values.spec(spec_text, config)
+        given = values.spec(spec_text, config)
+        asked["spec"] = None if given is None else specs.parse(given, json=options.json)
         if name is not None:
             asked["name"], asked["within_existing"] = options.name(name), True
-        return _run(options, verbose, command, asked)
+        return _run(options, verbose, command, asked, given)
     except failure.Failure as error:
         failure.tell(error, as_json=options.json)
         return RUN_FAILED
 
 
-def _run(options: Options, verbose: bool, command: list[str], asked: LaunchOptions) -> int:
+def _run(options: Options, verbose: bool, command: list[str], asked: LaunchOptions, given: str | None) -> int:
     try:
         options.need("containerizer")
-        return _Runner(options, verbose, command, asked, options.run_dir, None).run()
+        return _Runner(options, verbose, command, asked, given, options.run_dir, None).run()
     except failure.Failure as error:
         if error.code != failure.UNAVAILABLE:
             raise
     if asked.get("detach"):
+        absent = failure.no_service(options.run_dir)
         raise failure.Failure(
-            failure.FAILED_PRECONDITION, f"-n needs services that stay: {failure.no_service(options.run_dir).message}"
+            failure.FAILED_PRECONDITION, f"-n needs services that stay: {absent.message}", step=absent.step
         )
     with _embedded(verbose) as pair:
-        return _Runner(options, verbose, command, asked, pair.directory, pair).run()
+        return _Runner(options, verbose, command, asked, given, pair.directory, pair).run()
 
 
 @contextlib.contextmanager
@@ -209,6 +231,8 @@ class _Runner:
     verbose: bool
     command: list[str]
     asked: LaunchOptions
+    given: str | None
+    """The spec as the user wrote it."""
     directory: str
     embedded: EmbeddedPair | None
 
@@ -318,6 +342,7 @@ class _Runner:
         return 128 + self.signal
 
     def _failed(self, error: TightshipError) -> int:
+        specs.place(self.given, error.metadata)
         failed = failure.failed_call(error, self.directory, embedded=self.embedded is not None)
         missing = error.errno == "ENOENT"
         if error.stage == "exec":

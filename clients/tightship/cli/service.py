@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tightship.cli import failure, machine, signals, supervisor
+from tightship.cli import failure, machine, progress, signals, supervisor
 from tightship.cli.context import Options, common, print_json
 
 if TYPE_CHECKING:
@@ -27,12 +27,26 @@ _DOWN_S = 40.0
 
 @click.command()
 @click.option("-d", "--detach", is_flag=True, help="In the background; returns when the services are healthy.")
+@click.option(
+    "--metrics", metavar="HOST:PORT",
+    help="Serve metrics to Prometheus: the containerizer there, the switchboard one port higher [TIGHTSHIP_METRICS].",
+)  # fmt: skip
+@click.option(
+    "--log-format", type=click.Choice(("text", "json")), help="Of the services' log [TIGHTSHIP_LOG_FORMAT, else text]."
+)
 @common
-def up(options: Options, *, detach: bool) -> int:
+def up(options: Options, *, detach: bool, metrics: str | None, log_format: str | None) -> int:
     """Start the two services and keep them running, in the foreground unless -d. Ctrl-C or `down` ends them.
 
+    In the background their log is service.log in the run directory. Variables that they read: tightship help
+    environment.
+
     \b
-    Example: tightship up -d
+    Examples:
+      tightship up -d
+      tightship up --metrics 127.0.0.1:9464 --log-format json
+
+    Exit status: 0 up, or ended by down; 7 no cgroups for this user; 9 already up; 14 it did not start.
     """
     missing = machine.missing()
     if missing is not None:
@@ -40,9 +54,15 @@ def up(options: Options, *, detach: bool) -> int:
     already = supervisor.running(options.run_dir)
     if already is not None:
         raise failure.Failure(
-            failure.FAILED_PRECONDITION, f"already up on {options.run_dir} (pid {already[0]}); end it: tightship down"
+            failure.FAILED_PRECONDITION,
+            f"already up on {options.run_dir} (pid {already[0]})",
+            step="end it: tightship down",
         )
     _refuse_public(options.run_dir)
+    if metrics is not None:
+        os.environ["TIGHTSHIP_METRICS"] = metrics
+    if log_format is not None:
+        os.environ["TIGHTSHIP_LOG_FORMAT"] = log_format
     if not detach:
         command = supervisor.command(options.run_dir)
         # They wait until it has handlers: it is Python too, and tells of a Ctrl-C with a traceback.
@@ -50,10 +70,13 @@ def up(options: Options, *, detach: bool) -> int:
         os.execv(command[0], command)  # noqa: S606  no shell is wanted
     process, ready = supervisor.start(options.run_dir)
     signals.handle(functools.partial(_stop, process))
-    if not supervisor.await_ready(ready):
+    with progress.shown("starting the services"):
+        is_ready = supervisor.await_ready(ready)
+    if not is_ready:
         raise _did_not_start(options, process)
     try:
-        options.call(_healthy)
+        with progress.shown("waiting until both services are healthy"):
+            options.call(_healthy)
     except failure.Failure:
         raise _did_not_start(options, process) from None
     if options.json:
@@ -71,13 +94,16 @@ def down(options: Options) -> int:
 
     \b
     Example: tightship down
+
+    Exit status: 0 ended; 4 still ending; 14 nothing is up.
     """
     found = supervisor.running(options.run_dir)
     if found is None:
         raise failure.Failure(failure.UNAVAILABLE, f"nothing is up on {options.run_dir}")
     pid, pidfd = found
     try:
-        ended = supervisor.stop(pidfd, _DOWN_S)
+        with progress.shown("ending the services, and what is attached to them"):
+            ended = supervisor.stop(pidfd, _DOWN_S)
     except PermissionError:
         raise failure.Failure(failure.PERMISSION_DENIED, f"pid {pid} is another user's") from None
     finally:

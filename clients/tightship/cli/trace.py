@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import shutil
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from tightship.cli import render
+from tightship.cli import completion, render, style, tables
 from tightship.cli.context import Options, common, plain, print_json
 from tightship.telemetry import child
 from tightship.telemetry import conventions as names
@@ -26,7 +24,7 @@ LAST = "last"
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=completion.containers)
 @common
 def trace(options: Options, *, name: str) -> int:
     """Draw what happened to a container (NAME or id), step by step; `last`: to the one that began or ended last.
@@ -36,6 +34,8 @@ def trace(options: Options, *, name: str) -> int:
 
     \b
     Example: tightship trace last
+
+    Exit status: 0 drawn; 5 no such container.
     """
 
     async def call(client: AsyncClient) -> None:
@@ -46,10 +46,10 @@ def trace(options: Options, *, name: str) -> int:
             return
         for line in _heading(told, await _ending(client, told.id)):
             click.echo(line)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        width = style.width()
         for text, failed in _drawn(told):
-            fitting = text if not width or len(text) <= width else text[: width - 1] + "…"
-            click.secho(fitting, fg="red" if failed else None)
+            fitting = text if width is None else tables.cut(text, width, middle=False)
+            click.echo(style.paint(fitting, "red") if failed else fitting)
 
     return options.call(call)
 

@@ -93,9 +93,7 @@ def leave(machine: Machine) -> None:
 
 def _oom_floor() -> int:
     """proc_pid_oom_score_adj(5): lowering it needs CAP_SYS_RESOURCE."""
-    with open("/proc/self/status") as file:
-        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
-    if effective >> _CAP_SYS_RESOURCE & 1:
+    if process.capabilities() >> _CAP_SYS_RESOURCE & 1:
         return -1000
     with open("/proc/self/oom_score_adj") as file:
         return int(file.read())

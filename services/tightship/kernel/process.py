@@ -84,6 +84,12 @@ def open_pidfd(pid: int, start: int) -> int | None:
     return fd
 
 
+def capabilities() -> int:
+    """The effective capabilities of this process, a bit each: capabilities(7), CapEff in /proc/PID/status."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+
+
 def exit_status(pidfd: int) -> int | None:
     """The wait status of an ended process, reaped or not, as waitpid(2) has it; None where the kernel doesn't tell.
 
