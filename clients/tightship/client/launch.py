@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
 
-from tightship.client import streams
+from tightship.client import forks, streams
 from tightship.client.errors import TightshipError
 from tightship.client.running import Running
 from tightship.v1 import containerizer_pb2 as pb
@@ -184,7 +184,7 @@ class AsyncLaunch:
             raise
 
     def __del__(self) -> None:
-        if self._running is not None and self._running.living:
+        if self._running is not None and self._running.living and not forks.is_child():
             warnings.warn(f"launch {self.name} was dropped while it ran", ResourceWarning, source=self, stacklevel=2)
             self._running.abandon()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import threading
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 
@@ -22,6 +21,9 @@ from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import switchboard_pb2
 
 T = TypeVar("T")
+
+# How late an interrupt may be seen that came in the moment before the wait.
+_LOOK_S = 0.5
 
 
 class _Loop:
@@ -54,26 +56,40 @@ class _Loop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. An exception here, as KeyboardInterrupt, cancels the coroutine, and goes on when that
         has ended: so what it cleans up is cleaned up by then. A second one does not wait."""
-        forks.check()
         loop = self._loop
-        if loop is None or threading.current_thread() is self._thread:
+        try:
+            forks.check()
+            if loop is None:
+                raise RuntimeError("the client is closed")
+            if threading.current_thread() is self._thread:
+                raise RuntimeError("a callback of the client may not call it")
+        except RuntimeError:
             coroutine.close()
-            raise RuntimeError("the client is closed" if loop is None else "a callback of the client may not call it")
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+            raise
+        outcome: _Outcome[T] = _Outcome()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
             tasks.append(loop.create_task(coroutine))
-            tasks[0].add_done_callback(lambda task: _pass_on(task, future))
+            tasks[0].add_done_callback(outcome.take)
 
-        loop.call_soon_threadsafe(begin)
+        def end() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before `begin` was on its way
+                coroutine.close()
+                outcome.release()
+
         try:
-            return future.result()
+            loop.call_soon_threadsafe(begin)
+            outcome.wait()
         except BaseException:
-            if not future.done():
-                loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108  it is made by then
-                concurrent.futures.wait([future])
+            if outcome.task is None:
+                loop.call_soon_threadsafe(end)
+                outcome.wait()
             raise
+        assert outcome.task is not None
+        return outcome.task.result()
 
     def post(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Has the coroutine run, without waiting: from where nothing may block, as a collected object."""
@@ -87,13 +103,28 @@ class _Loop:
             coroutine.close()
 
 
-def _pass_on(task: asyncio.Task[T], future: concurrent.futures.Future[T]) -> None:
-    if task.cancelled():
-        future.set_exception(concurrent.futures.CancelledError())
-    elif (error := task.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(task.result())
+class _Outcome(Generic[T]):
+    """A task that is done, handed to the thread that waits for it.
+
+    One lock, taken by one C call: an interrupt in the middle of a Future's condition could leave that locked.
+    """
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[T] | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def take(self, task: asyncio.Task[T]) -> None:
+        self.task = task
+        self._done.release()
+
+    def release(self) -> None:
+        self._done.release()
+
+    def wait(self) -> None:
+        """Until there is one. A signal that comes just before the lock sleeps is seen when it wakes up again."""
+        while not self._done.acquire(timeout=_LOOK_S):
+            pass
 
 
 _LOOP = _Loop()
@@ -355,7 +386,8 @@ class Launch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _LOOP.run(self.aio.__aexit__(kind, error, trace))
+        if not forks.is_child():  # which is none of the launch's
+            _LOOP.run(self.aio.__aexit__(kind, error, trace))
 
 
 class Input:
