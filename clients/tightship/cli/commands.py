@@ -108,7 +108,8 @@ def execute(argv: list[str]) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        failed = failure.Failure(failure.INVALID_ARGUMENT, error.format_message())
+        path = error.ctx.command_path if error.ctx is not None else "tightship"
+        failed = failure.Failure(failure.INVALID_ARGUMENT, error.format_message(), step=f"{path} --help")
         if _wants_json(context, argv):
             failure.tell(failed, as_json=True)
         else:

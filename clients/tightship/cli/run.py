@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tightship.cli import completion, failure, output, render, signals, specs, terminal, values
+from tightship.cli import completion, failure, output, progress, render, signals, specs, terminal, values
 from tightship.cli.context import Options, common, connect, plain, print_json
 from tightship.cli.failure import RUN_FAILED
 
@@ -206,7 +206,8 @@ def _embedded(verbose: bool) -> Iterator[EmbeddedPair]:
             failure.say(f"no service is up; a pair for this command runs on {pair.directory}")
         import tightship.client.aio  # noqa: F401  while the services start
 
-        pair.await_ready()
+        with progress.shown("starting services for this command"):
+            pair.await_ready()
         yield pair
     finally:
         signals.handle(signals.leave)  # the services notice, and clean up
@@ -328,7 +329,8 @@ class _Runner:
     async def _cancel(self, launched: AsyncLaunch, copying: asyncio.Task[None]) -> int:
         """After a signal to us: ends it, prints its last output, and reports."""
         begun = time.monotonic()
-        await launched.cancel()
+        with progress.shown(f"cancelling {launched.name}"):
+            await launched.cancel()
         took = time.monotonic() - begun
         await asyncio.wait([copying], timeout=_LAST_OUTPUT_S)
         return self._cancelled(f"nothing of {launched.name} is left after {took:.2f} s")

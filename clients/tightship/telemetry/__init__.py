@@ -112,7 +112,7 @@ class _Exporting(Tracer):
         from tightship.telemetry.late import BuildingExporter, Late
 
         # The provider only reads the sampler from the environment; spans don't go through it.
-        provider = TracerProvider(resource=_resource(service), shutdown_on_exit=False)
+        provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
         self._sampler = provider.sampler
         self._inherit = isinstance(provider.sampler, sampling.ParentBased)
         self._late = Late
@@ -207,7 +207,7 @@ def _exporter(name: str) -> SpanExporter:
     return OTLPSpanExporter(timeout=None if said else _EXPORT_TIMEOUT_S)
 
 
-def _resource(service: str) -> Resource:
+def resource(service: str) -> Resource:
     """The environment's attributes; `service` only where they name none."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 

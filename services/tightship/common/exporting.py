@@ -20,7 +20,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricReader, PeriodicExportingMetricReader
 
 from tightship.common.metrics import Address, Metrics, Series, Timed, wanted_by_otlp
-from tightship.telemetry import _resource
+from tightship.telemetry import resource
 
 # A scrape that takes longer (s) has lost its scraper.
 _SCRAPE_S = 5.0
@@ -39,7 +39,7 @@ class On(Metrics):
             readers.append(reader)
         if wanted_by_otlp():
             readers.append(_exporting())
-        self._provider = MeterProvider(metric_readers=readers, resource=_resource(service), shutdown_on_exit=False)
+        self._provider = MeterProvider(metric_readers=readers, resource=resource(service), shutdown_on_exit=False)
         meter = self._provider.get_meter("tightship")
         for each in told:
             if isinstance(each, Timed):
