@@ -14,6 +14,7 @@ from tests.harness.calls import fresh_name
 from tests.harness.collector import Collector, ReceivedSpan
 from tests.harness.pair import Pair
 from tests.harness.waiting import until
+from tightship.v1 import containerizer_pb2 as cpb
 
 CLIENT, CONTAINERIZER, SWITCHBOARD = "tightship-client", "tightship-containerizer", "tightship-switchboard"
 
@@ -141,3 +142,55 @@ def test_a_collector_that_is_gone_holds_nothing_up() -> None:
             assert pair.calls.run(["/bin/echo", "hi"]).stdout == b"hi\n"
         assert pair.stop("switchboard") < 8
         assert pair.stop("spawner") < 20
+
+
+def test_nothing_is_lost_at_sigterm() -> None:
+    """What the queue holds is sent at the end: nothing else sends it within the minute, but for full batches."""
+    with Collector() as collector, Pair(collector.environment | {"OTEL_BSP_SCHEDULE_DELAY": "60000"}) as pair:
+        names = [fresh_name("term") for _ in range(40)]
+        for name in names[:-1]:
+            pair.calls.run(["/bin/true"], name, output=False)
+        running = pair.calls.launch(["/bin/sleep", "600"], names[-1])
+        running.started()
+        pair.stop("spawner")
+        pair.stop("switchboard")
+        assert running.exited().cancel_reason == "shutdown"
+        spans = collector.spans()
+    for service, span in ((CONTAINERIZER, "launch"), (CONTAINERIZER, "cleanup"), (SWITCHBOARD, "lease")):
+        own = [one for one in _named(spans, span) if one.service == service]
+        assert len({one.trace for one in own}) == len(own) == len(names) + 1, (
+            service,
+            span,
+        )  # and one of `await_ready`
+    (ended,) = [one for one in _named(spans, "cleanup") if one.attributes["tightship.container.name"] == names[-1]]
+    assert ended.attributes["tightship.cancel.reason"] == "shutdown"
+    assert {one.parent for one in spans if one.parent} <= {one.span for one in spans}
+
+
+def test_the_environment_names_resources_and_samples() -> None:
+    with Collector() as collector:
+        environment = collector.environment | {
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=rig,service.namespace=checks",
+            "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        }
+        with Pair(environment) as pair:
+            unsampled = pair.calls.run(["/bin/true"])
+            trace, parent = "a" * 32, "b" * 16
+            launching = pair.calls.launch(["/bin/true"], metadata=[("traceparent", f"00-{trace}-{parent}-01")])
+            launching.started()
+            launching.exited()
+            launching.gone()
+            told = pair.calls.containerizer.Trace(cpb.TraceRequest(name=unsampled.started.id))
+            assert (len(told.trace_id), told.sampled) == (32, False)
+            assert told.spans[0].name == "launch"
+            pair.stop("spawner")
+            pair.stop("switchboard")
+        spans = collector.spans()
+        assert {one.trace for one in spans} == {trace}
+        assert {one.service for one in spans} == {CONTAINERIZER, SWITCHBOARD}
+        (served,) = [one for one in spans if one.kind == "server"]
+        assert served.parent == parent
+        for resource in collector.resources():
+            assert resource["deployment.environment.name"] == "rig"
+            assert resource["service.namespace"] == "checks"
+            assert resource["telemetry.sdk.language"] == "python"
