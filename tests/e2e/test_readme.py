@@ -1,4 +1,5 @@
-"""Every command and every line of Python that the README shows, run as it stands there."""
+"""Every command and every line of Python that the README shows, and the stories of docs/operations.md, run as they
+stand there."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from tests.harness.pair import ROOT, Pair
 _BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 _SHELL = [text for language, text in _BLOCKS if language == "sh" and "tightship" in text]
 _PYTHON = [text for language, text in _BLOCKS if language == "python"]
+_STORIES = re.findall(
+    r"^```sh\n(.*?)^```\n\n```tree\n(.*?)^```$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture
@@ -34,6 +38,25 @@ def test_commands(environment: dict[str, str], commands: str) -> None:
         ["sh", "-eux", "-c", commands], env=environment, check=False, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("commands", "tree"), _STORIES, ids=range(len(_STORIES)))
+def test_a_story_has_the_spans_that_it_shows(environment: dict[str, str], commands: str, tree: str) -> None:
+    done = subprocess.run(
+        ["sh", "-eu", "-c", commands], env=environment, check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _spans(tree)
+    assert _spans(done.stdout) == _spans(tree)
+
+
+def _spans(drawn: str) -> set[str]:
+    """Names, but for the directories that another machine has others of, and what a cleanup came to."""
+    lines = [
+        re.match(r"[ │├└─]*(\S.*?)  +\+[\d.]+ m?s .*?(?:; (clean|pending):.*)?$", each) for each in drawn.splitlines()
+    ]
+    spans = {" ".join(filter(None, each.groups())) for each in lines if each}
+    return {each for each in spans if "mkdir." not in each}
 
 
 @pytest.mark.parametrize("program", _PYTHON)

@@ -125,7 +125,7 @@ def test_a_crash_in_the_middle_of_a_create(traced: Pair, collector: Collector, m
         "cleanup.leases_closed": 0,
     }
     undone_create = next(one for one in _named(spans, "create") if one.error)
-    assert undone_create.message == "the containerizer was restarted during the launch"
+    assert undone_create.message == "the containerizer was restarted during the create"
     if not again:
         drawn = _draw(traced, name, spans)
         assert "recovered at intended; budget 10.00 s; clean: 2 cgroups" in drawn
@@ -185,6 +185,7 @@ def test_a_cleanup_that_is_pending_and_done_later(traced: Pair, collector: Colle
         assert failed == [f"undo.{stuck}"]
     (clean,) = _named(spans, "cleanup", clean=True)
     assert clean.attributes["tightship.cleanup.cgroups_removed"] == len(mkdirs)
+    assert clean.attributes["tightship.cleanup.leases_closed"] == 1
     assert clean.start_ns >= max(one.end_ns for one in pending)
     drawn = _draw(traced, started.id, spans, without=("begun",))
     assert "pending" in drawn

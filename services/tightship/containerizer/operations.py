@@ -242,7 +242,7 @@ class Operation:
             left=[f"{name}: {why}" for name, why in self.left.items()],
             processes_killed=len(self.done.killed),
             cgroups_removed=self.done.cgroups,
-            leases_closed=self.done.leases,
+            leases_closed=len(self.done.leases),
         )
         told.budget.FromNanoseconds(int(self.undo_budget * 1e9))
         if self._undo_begun:
@@ -262,7 +262,7 @@ class Operation:
             return ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the containerizer is shutting down", 1.0)
         if reason == "recovered":
             return ServiceError(
-                Code.UNAVAILABLE, "INTERRUPTED", "the containerizer was restarted during the launch", 0.1
+                Code.UNAVAILABLE, "INTERRUPTED", f"the containerizer was restarted during the {self.row.kind}", 0.1
             )
         return ServiceError(Code.CANCELLED, "LAUNCH_CANCELLED", f"the launch was cancelled: {reason}")
 

@@ -87,16 +87,16 @@ class Undone:
     removed: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
-    """Pids: killed twice, a process counts once."""
+    """Pids: killed twice, a process counts once, as a lease does that is found closed again."""
     cgroups: int = 0
-    leases: int = 0
+    leases: set[str] = field(default_factory=set)
 
     def add(self, other: Undone) -> None:
         """Counts and lines of another one; `left` is of one walk alone."""
         self.removed += other.removed[: max(0, _LINES_MAX - len(self.removed))]
         self.killed |= other.killed
         self.cgroups += other.cgroups
-        self.leases += other.leases
+        self.leases |= other.leases
 
 
 def remove_empty(steps: Iterable[Step], mine: Callable[[str], bool], times: Times) -> tuple[Undone, list[Step]]:

@@ -93,7 +93,7 @@ def walk(operation: Operation, ended: int | None = None) -> Walked:
         budget_ms=int(operation.undo_budget * 1000),
         killed=len(done.killed),
         cgroups=done.cgroups,
-        leases=done.leases,
+        leases=len(done.leases),
         left=operation.left,
         steps=operation.undo_times,
     )

@@ -193,8 +193,9 @@ class Walk:
             except ServiceError as error:
                 why = error.message
                 await asyncio.sleep(min(0.05, self._remaining()))
-        op.done.leases += 1
-        op.done.removed.append(f"lease {lease}")
+        if lease not in op.done.leases:
+            op.done.leases.add(lease)
+            op.done.removed.append(f"lease {lease}")
 
     async def _release(self, lease: str, closed: Callable[[], bool]) -> str:
         """Asks for the end of the lease once, and waits a little for it; why it is not closed."""
