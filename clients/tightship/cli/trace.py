@@ -152,7 +152,7 @@ def _notes(span: pb.TraceSpan) -> str:
             notes.append(f"signal {told[names.EXIT_SIGNAL]}")
         notes.append(f"{told.get(names.STDOUT_BYTES, '0')} + {told.get(names.STDERR_BYTES, '0')} bytes")
     if span.error:
-        notes.append(f"{span.error_type}: {span.error}")
+        notes.append(f"{span.error_type}: {' '.join(span.error.split())}")
     return "; ".join(notes)
 
 

@@ -261,6 +261,14 @@ class Client:
         """Looks for what no living container or lease explains; `fix` removes what is this pair's."""
         return _LOOP.run(self.aio.audit(fix=fix))
 
+    def trace(self, name: str) -> pb.TraceResponse:
+        """What happened to a container (name, id, or "last"), as spans; from the service's journal."""
+        return _LOOP.run(self.aio.trace(name))
+
+    def lease(self, lease_id: str) -> switchboard_pb2.Lease:
+        """A lease, living or closed."""
+        return _LOOP.run(self.aio.lease(lease_id))
+
     def leases(self, *, owner: str = "", closed: bool = False) -> Sequence[switchboard_pb2.Lease]:
         """The leases of an owner, or all; `closed`: also those whose logs are kept."""
         return _LOOP.run(self.aio.leases(owner=owner, closed=closed))
