@@ -265,12 +265,13 @@ def doctor(pair: Pair, *args: str) -> tuple[int, dict[str, dict[str, str]]]:
 
 
 def test_doctor_tells_what_is_there(pair: Pair) -> None:
-    before = sorted(Path("/sys/fs/cgroup").glob("*/tightship/*"))
     status, found = doctor(pair)
     assert status == 0
     assert found["kernel"]["found"] == os.uname().release
     assert found["containerizer"]["state"] == found["switchboard"]["state"] == "ok"
-    assert "serves" in found["containerizer"]["found"]
+    version = pair.command("--version").stdout.split()[1]
+    for service in ("containerizer", "switchboard"):
+        assert found[service]["found"] == f"serves, version {version}"
     assert str(pair.run_dir) in found["path"]["found"]
     assert found["containerizer.sock"]["state"] == "ok"
     effective = int(re.search(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[1], 16)  # type: ignore[index]
@@ -278,11 +279,32 @@ def test_doctor_tells_what_is_there(pair: Pair) -> None:
     for controller in ("cpu", "memory", "pids"):
         assert found[f"controller {controller}"]["state"] == "ok"
     assert all(each["step"] for each in found.values() if each["state"] in ("warn", "missing"))
-    assert sorted(Path("/sys/fs/cgroup").glob("*/tightship/*")) == before
     text = pair.command("doctor")
     assert text.returncode == 0
     assert "nothing is missing" in text.stdout
     assert "\x1b" not in text.stdout
+
+
+def test_doctor_leaves_nothing(pair: Pair) -> None:
+    """Its cgroups, under a name that is known here, are there while it looks and gone afterwards."""
+    name = os.urandom(4).hex()
+    code = (
+        "import secrets\n"
+        f"secrets.token_hex = lambda _: {name!r}\n"
+        "from tightship.containerizer import doctor, machine\n"
+        "look = machine.look\n"
+        "def looked(name):\n"
+        "    found = look(name)\n"
+        "    print(*[each.base for each in found.hierarchies])\n"
+        "    return found\n"
+        "machine.look = looked\n"
+        "list(doctor.findings())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    bases = ended.stdout.split()
+    assert len(bases) >= 2
+    assert all(base.endswith(name) for base in bases)
+    assert not any(os.path.exists(base) for base in bases)
 
 
 def test_doctor_finds_a_service_that_is_away(own_pair: Pair) -> None:

@@ -6,6 +6,7 @@ from here, as any client sees them.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -172,29 +173,43 @@ def _services(directory: str) -> Iterator[Finding]:
 
 
 def _health(group: str, directory: str, name: str) -> Finding:
+    from tightship.client import TightshipError
+
+    try:
+        state, version = asyncio.run(_asked(directory, name))
+    except TightshipError as error:
+        step = "look whether it runs, and into its log: service.log in the run directory, or its stderr"
+        return Finding(group, name, "missing", f"{error.code.name}: {error.message}", step)
+    told = f"{'serves' if state == 'SERVING' else state}, version {version}"
+    if state != "SERVING":
+        return Finding(group, name, "missing", told, "wait for its peers; its log says more: service.log, or stderr")
+    ours = _version()
+    if version != ours:
+        return Finding(group, name, "warn", told, f"this command is version {ours}: install the same for both")
+    return Finding(group, name, "ok", told)
+
+
+async def _asked(directory: str, name: str) -> tuple[str, str]:
+    """What health says, and the version. Raises TightshipError."""
     import grpc
     from grpc_health.v1 import health_pb2
 
-    from tightship.client import channel
+    from tightship.client import TightshipError, channel
 
-    with grpc.insecure_channel(channel.target(directory, name), options=channel.OPTIONS) as opened:
+    async with channel.connect(channel.target(directory, name)) as opened:
+        check = opened.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        call = check(health_pb2.HealthCheckRequest(), timeout=_CALL_S)
         try:
-            answer, call = opened.unary_unary(
-                "/grpc.health.v1.Health/Check",
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            ).with_call(health_pb2.HealthCheckRequest(), timeout=_CALL_S)
-        except grpc.RpcError as error:
-            return Finding(group, name, "missing", f"no answer: {error!r}", "its log says more: service.log")
-    version = str(dict(call.initial_metadata()).get("tightship-version", ""))
+            answer = await call
+            told = dict(await call.initial_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise TightshipError.of(error) from None
     state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    told = " ".join(filter(None, ["serves" if state == "SERVING" else state, f"version {version}" if version else ""]))
-    if state != "SERVING":
-        return Finding(group, name, "missing", told, "wait for the spawner; its log says more: service.log")
-    ours = _version()
-    if version and version != ours:
-        return Finding(group, name, "warn", told, f"this command is version {ours}: install the same for both")
-    return Finding(group, name, "ok", told)
+    return state, str(told.get("tightship-version", "unknown"))
 
 
 def _version() -> str:

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tightship.common import errors
+from tightship.common.health import Health
 from tightship.common.reflection import Reflection
 from tightship.common.rundir import publishing
 
@@ -76,7 +77,7 @@ class Serving:
         self.server = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
         self.names: list[str] = []
         """Full names of the services added."""
-        self.health = health.aio.HealthServicer()
+        self.health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self._handlers: set[asyncio.Task[object]] = set()
 
