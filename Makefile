@@ -34,7 +34,11 @@ bench: $(READY)  ## launches against crun, and with traces against without; writ
 sweep: $(READY)  ## every failpoint with every fault; writes build/sweep.json
 	@$(BIN)/python -m tests.faults.sweep --output build/sweep.json
 
-soak compose vm:
+compose: $(READY)  ## the docker-compose rig: up, end-to-end tests, Incident A, restarts, down; as root on Debian
+	@tests/compose/prepare
+	@$(BIN)/python -m pytest tests/compose $(ARGS)
+
+soak vm:
 	@echo "make $@: not there yet" >&2
 	@exit 2
 

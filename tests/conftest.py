@@ -1,4 +1,7 @@
-"""Fixtures that every suite shares: real pairs. Tests that kill services use `faulty`, which has failpoints."""
+"""Fixtures that every suite shares: real pairs. Tests that kill services use `faulty`, which has failpoints.
+
+With TIGHTSHIP_TEST_RUN_DIR the shared pair is the one that runs there, and the tests that start their own are left out.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 
 from tests.harness import census
 from tests.harness.pair import Pair
+from tests.harness.remote import VARIABLE, RemotePair
 from tests.harness.waiting import until
 
 
@@ -24,8 +28,15 @@ def _need_cgroups() -> None:
 @pytest.fixture(scope="session")
 def _shared_pair() -> Iterator[Pair]:
     _need_cgroups()
-    with Pair() as pair:
+    with RemotePair(os.environ[VARIABLE]) if VARIABLE in os.environ else Pair() as pair:
         yield pair
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if VARIABLE in os.environ:
+        left_out = [item for item in items if "_shared_pair" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

@@ -1,8 +1,15 @@
-"""An OTLP/HTTP receiver on a local port, as a collector is: what processes export, as flat spans."""
+"""An OTLP/HTTP receiver on a local port, as a collector is: what processes export, as flat spans.
+
+As a program (`python -m tests.harness.collector --port N`) it takes them on every interface, and tells them as JSON to
+whoever asks for /spans.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import http.server
+import json
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,9 +45,12 @@ class ReceivedSpan:
 class Collector:
     """Use as a context manager."""
 
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._address = (host, port)
+
     def __enter__(self) -> Self:
         self._requests: list[ExportTraceServiceRequest] = []
-        requests = self._requests
+        requests, spans = self._requests, self.spans
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
@@ -50,10 +60,18 @@ class Collector:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
+            def do_GET(self) -> None:
+                body = json.dumps([dataclasses.asdict(span) for span in spans()]).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = http.server.ThreadingHTTPServer(self._address, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
         return self
@@ -105,3 +123,14 @@ class Collector:
 def _plain(attributes: object) -> dict[str, Value]:
     pairs: list[KeyValue] = list(attributes)  # type: ignore[call-overload]
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    with Collector("0.0.0.0", parser.parse_args().port):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

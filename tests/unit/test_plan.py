@@ -26,7 +26,7 @@ def machine(without: frozenset[str] = frozenset()) -> Machine:
         if name not in without
     ]
     tracker = Hierarchy("unified", 2, "/cg/unified/tightship/i", frozenset(), frozenset({"cgroup.kill"}))
-    return Machine("i", "boot", 1, (tracker, *v1))
+    return Machine("i", "boot", (tracker, *v1))
 
 
 def writes(text: str, where: Machine | None = None) -> dict[str, str]:

@@ -42,7 +42,6 @@ class Hierarchy:
 class Machine:
     instance: str
     boot: str
-    pidns: int
     hierarchies: tuple[Hierarchy, ...]
     """The tracker first: the tree that tells and kills a container's processes."""
     oom_floor: int = -1000
@@ -80,7 +79,7 @@ def look(instance: str) -> Machine:
     if not chosen or (v2 is None and "freezer" not in chosen):
         raise RunDirError("no cgroup tree to track processes in: mount cgroup2 or the v1 freezer")
     hierarchies = tuple(_base(mount, name, instance) for mount, name in chosen.values())
-    return Machine(instance, process.boot_id(), process.pid_namespace(), hierarchies, _oom_floor(), _cpus())
+    return Machine(instance, process.boot_id(), hierarchies, _oom_floor(), _cpus())
 
 
 def leave(machine: Machine) -> None:

@@ -109,7 +109,7 @@ async def _adopt(parts: Parts, row: Row) -> Packet | None:
         pid=row.live.pid,
         start=row.live.start,
         boot=parts.machine.boot,
-        pidns=parts.machine.pidns,
+        pidns=int(row.live.spawner.rpartition(":")[2] or 0),
         meta=row.meta(),
     )
     try:
@@ -151,6 +151,7 @@ def _rebuild(parts: Parts, operations: list[Operation], launch: dict[str, Any]) 
     row.live.start = int(launch.get("start") or 0)
     row.live.started = row.created
     row.live.opened = True
+    row.live.spawner = parts.spawner.identity
     begun = row.live.start / os.sysconf("SC_CLK_TCK") or time.clock_gettime(time.CLOCK_BOOTTIME)
     row.live.deadline = begun + row.timeout if row.timeout is not None else None
     row.live.lifetime = begun + row.max_lifetime if row.max_lifetime is not None else None

@@ -50,7 +50,7 @@ class SpawnerLink:
         self._outbox: collections.deque[Packet] = collections.deque()
         self.ended = asyncio.Event()
         self.identity = ""
-        """Of the spawner's process; another one after its restart."""
+        """Of the spawner's process, its pid namespace last; another one after its restart."""
 
     async def connect(self) -> Packet:
         """Connects and says HELLO; its answer. Raises OSError, VersionRefused, or TimeoutError."""
@@ -73,7 +73,8 @@ class SpawnerLink:
                 except OrderFailed as error:
                     raise VersionRefused(error.message) from error
                 stat = process.stat(int(hello["pid"]))
-                self.identity = f"{hello['pid']}:{stat.start if stat is not None else 0}"
+                start = stat.start if stat is not None else 0
+                self.identity = f"{hello['pid']}:{start}:{process.pid_namespace()}"
                 return hello
         except BaseException:
             if self._sock is None:

@@ -1,7 +1,7 @@
-"""`python -I -S .../spawner/__main__.py [--run-dir D] [--containerizer CMD... | --no-containerizer] [-- ARGUMENT...]`
+"""`python -m tightship.spawner [--run-dir D] [--containerizer CMD... | --no-containerizer] [-- ARGUMENT...]`
 
-Serves spawner.sock and keeps a containerizer running, which gets the ARGUMENTs. Without site-packages and with few
-modules: each page this process has is a page that each launch must map.
+Serves spawner.sock and keeps a containerizer running, which gets the ARGUMENTs. Without site-packages (`-I -S`, with
+which it starts itself again) and with few modules: each page this process has is a page that each launch must map.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import os
 import sys
 
 if __name__ == "__main__":
+    if not (sys.flags.isolated and sys.flags.no_site):
+        _words = [sys.executable, "-I", "-S", os.path.abspath(__file__), *sys.argv[1:]]
+        os.execv(sys.executable, _words)  # noqa: S606 - this program again
     # -I and -S leave no path to us.
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
