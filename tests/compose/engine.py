@@ -49,9 +49,9 @@ def _own_engine() -> Iterator[None]:
     old = os.environ.get("DOCKER_HOST")
     os.environ["DOCKER_HOST"] = host = f"unix://{_STATE}/docker.sock"
     with (_STATE / "log").open("wb") as log:
-        # It gets SIGTERM also when this process is killed.
+        # It gets SIGTERM also when this process is killed; its mounts are in a namespace of their own.
         daemon = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "TERM", "dockerd", "--data-root", str(CACHE / "docker"),
+            ["unshare", "--mount", "setpriv", "--pdeathsig", "TERM", "dockerd", "--data-root", str(CACHE / "docker"),
              "--exec-root", str(_STATE / "exec"), "--pidfile", str(_STATE / "pid"), "--host", host],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip

@@ -63,24 +63,23 @@ class Pair:
         if failpoints:
             self.environment["TIGHTSHIP_FAILPOINTS"] = str(self.points.directory)
         self.environment |= dict(environment or {})
+        run = ["--run-dir", str(self.run_dir)]
+        self.commands = {
+            "spawner": [sys.executable, "-I", "-S", str(ROOT / "services/tightship/spawner/__main__.py"), *run],
+            "switchboard": [sys.executable, "-m", "tightship.switchboard", *run],
+        }
         self._keeper: subprocess.Popen[str] | None = None
         self._channels: list[grpc.Channel] = []
 
     # Start and end
 
     def start(self) -> Self:
-        run = ["--run-dir", str(self.run_dir)]
         config = {
             "run_dir": str(self.run_dir),
             "planted": self.planted,
             "environment": self.environment,
-            "services": {
-                "spawner": [
-                    sys.executable, "-I", "-S", str(ROOT / "services/tightship/spawner/__main__.py"), *run,
-                ],
-                "switchboard": [sys.executable, "-m", "tightship.switchboard", *run],
-            },
-        }  # fmt: skip
+            "services": self.commands,
+        }
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(ROOT / "tests/harness/keeper.py"), json.dumps(config)],
             stdin=subprocess.PIPE, text=True, start_new_session=True,

@@ -1,21 +1,21 @@
-"""The health probe against a real server of grpc.aio, a server that does not serve, and what is no server."""
+"""The health probe against a real server, one that does not serve, one that hangs, and what is no server."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tightship.common.probe import ProbeError, probe
-from tightship.common.serving import Serving
 
 
 @pytest.fixture
@@ -24,16 +24,32 @@ def path() -> Iterator[Path]:
         yield Path(directory) / "switchboard.sock"
 
 
-async def test_serving_and_not_serving(path: Path) -> None:
-    serving = Serving(path)
-    await serving.start()
-    await asyncio.to_thread(probe, path)
-    await serving.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    with pytest.raises(ProbeError, match="not serving"):
-        await asyncio.to_thread(probe, path)
-    await serving.stop(0.1)
+def test_serving_and_not_serving(path: Path) -> None:
+    servicer = health.HealthServicer()
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    try:
+        probe(path)
+        servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        with pytest.raises(ProbeError, match="not serving"):
+            probe(path)
+    finally:
+        server.stop(0).wait()
     with pytest.raises(ProbeError, match="No such file"):
-        await asyncio.to_thread(probe, path)
+        probe(path)
+
+
+def test_a_server_without_health_does_not_serve(path: Path) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    try:
+        with pytest.raises(ProbeError, match="not serving"):
+            probe(path)
+    finally:
+        server.stop(0).wait()
 
 
 @pytest.mark.parametrize(
