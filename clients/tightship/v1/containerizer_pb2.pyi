@@ -232,6 +232,7 @@ class LaunchResponse(_message.Message):
         TIME_FIELD_NUMBER: _builtins.int
         JOINED_FIELD_NUMBER: _builtins.int
         IN_FORCE_FIELD_NUMBER: _builtins.int
+        NODE_FIELD_NUMBER: _builtins.int
         id: _builtins.str
         """The container's id: 16 hex digits, never used again."""
         name: _builtins.str
@@ -244,6 +245,10 @@ class LaunchResponse(_message.Message):
         """Of the main process, in the service's pid namespace."""
         joined: _builtins.bool
         """True when this call joined a launch begun by another."""
+        node: _builtins.str
+        """The machine it runs on, by the name that its containerizer was given (its
+        host name unless told): where follow-up calls have to go.
+        """
         @_builtins.property
         def time(self) -> _timestamp_pb2.Timestamp:
             """When it was executed."""
@@ -262,10 +267,11 @@ class LaunchResponse(_message.Message):
             time: _timestamp_pb2.Timestamp | None = ...,
             joined: _builtins.bool = ...,
             in_force: _abc.Iterable[Global___InForce] | None = ...,
+            node: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "in_force", b"in_force", "joined", b"joined", "lease_id", b"lease_id", "name", b"name", "pid", b"pid", "time", b"time"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "in_force", b"in_force", "joined", b"joined", "lease_id", b"lease_id", "name", b"name", "node", b"node", "pid", b"pid", "time", b"time"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1228,6 +1234,7 @@ class Container(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PENDING_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hex digits, never used again."""
     name: _builtins.str
@@ -1242,6 +1249,8 @@ class Container(_message.Message):
     """
     pending_reason: _builtins.str
     """Why a cleanup is pending."""
+    node: _builtins.str
+    """As in LaunchResponse.Started."""
     @_builtins.property
     def spec(self) -> _spec_pb2.ContainerSpec:
         """The spec as it was given."""
@@ -1286,10 +1295,11 @@ class Container(_message.Message):
         command: _abc.Iterable[_builtins.str] | None = ...,
         pending_reason: _builtins.str = ...,
         usage: Global___Usage | None = ...,
+        node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "record", b"record", "spec", b"spec", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "created", b"created", "id", b"id", "in_force", b"in_force", "labels", b"labels", "lease_id", b"lease_id", "name", b"name", "pending_reason", b"pending_reason", "pid", b"pid", "record", b"record", "spec", b"spec", "state", b"state", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "created", b"created", "id", b"id", "in_force", b"in_force", "labels", b"labels", "lease_id", b"lease_id", "name", b"name", "node", b"node", "pending_reason", b"pending_reason", "pid", b"pid", "record", b"record", "spec", b"spec", "state", b"state", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno as errno_names
 from typing import NoReturn
 
@@ -71,7 +72,11 @@ def errno_name(number: int | None) -> str:
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: ServiceError) -> NoReturn:
     """Ends the call with the error. Raises AbortError, which no broad except may eat."""
-    await context.abort_with_status(error.rpc_status())
+    try:
+        await context.abort_with_status(error.rpc_status())
+    except grpc.aio.InternalError as gone:
+        # The call is over for its caller, who left first: there is nobody to be told, and nothing to be logged.
+        raise asyncio.CancelledError from gone
     raise AssertionError("abort_with_status returned")
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from tightship.common import refused
 from tightship.common.telemetry import Tracer
 
 Labels = Mapping[str, str]
@@ -107,5 +108,10 @@ class Metrics:
 def common(tracer: Tracer) -> list[Series]:
     """What every service tells."""
     return [
-        Series("tightship.spans.dropped", "counter", "Spans that no collector got.", lambda: [({}, tracer.dropped)])
+        Series("tightship.spans.dropped", "counter", "Spans that no collector got.", lambda: [({}, tracer.dropped)]),
+        Series("tightship.calls.refused", "counter", "Calls and connections that were refused.", _refused),
     ]
+
+
+def _refused() -> Values:
+    return [({"door": door, "code": code}, count) for (door, code), count in refused.counts.copy().items()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-_METHODS = frozenset(
+METHODS = frozenset(
     f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")
 )
 
@@ -24,7 +24,7 @@ class Reflection(grpc.GenericRpcHandler):
         self._handler: Any = None
 
     def service(self, handler_call_details: Any) -> Any:
-        if handler_call_details.method not in _METHODS:
+        if handler_call_details.method not in METHODS:
             return None
         if self._handler is None:
             self._handler = _handler(self._names)

@@ -77,6 +77,20 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def clients(self) -> Path:
+        return self.path / "clients"
+
+    def door(self, client: str, service: str) -> Path:
+        """The socket of a client's own door. Raises RunDirError where it would be over the kernel's limit."""
+        path = self.clients / client / f"{service}.sock"
+        if _size(path) + len(_UNPUBLISHED) > SOCKET_PATH_MAX:
+            raise RunDirError(
+                f"the socket {path} of client {client} would have {_size(path)} bytes, and with {len(_UNPUBLISHED)} of"
+                f" ours a Unix socket's path may have {SOCKET_PATH_MAX}; use a shorter --run-dir or name"
+            )
+        return path
+
     def journal(self, boot_id: str) -> Path:
         return self.path / f"journal-{boot_id}.db"
 
@@ -143,10 +157,11 @@ def _size(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def publishing(path: Path, mode: int, gid: int | None = None) -> Iterator[Path]:
+def publishing(path: Path, mode: int, gid: int | None = None, users: tuple[int, ...] = ()) -> Iterator[Path]:
     """Gives a hidden path to bind and listen on; afterwards the socket appears at `path` by rename.
 
-    So a client never finds a socket that does not accept yet. Call it with the service's lock held.
+    Its mode and group, and the `users` that may connect beside its owner, are set before. So a client never finds a
+    socket that does not accept yet, or that takes others. Call it with the service's lock held.
     """
     hidden = path.with_name(path.name + _UNPUBLISHED)
     with contextlib.suppress(FileNotFoundError):
@@ -159,14 +174,18 @@ def publishing(path: Path, mode: int, gid: int | None = None) -> Iterator[Path]:
     os.chmod(hidden, mode)
     if gid is not None:
         os.chown(hidden, -1, gid)
+    if users:
+        from tightship.common import acl  # nothing for the spawner
+
+        acl.set_users(hidden, users, acl.READ_WRITE)
     os.rename(hidden, path)
 
 
-def seqpacket_listener(path: Path, mode: int = 0o600, backlog: int = 64) -> socket.socket:
-    """A non-blocking, close-on-exec SOCK_SEQPACKET listener published at `path`."""
+def seqpacket_listener(path: Path, users: tuple[int, ...] = (), backlog: int = 64) -> socket.socket:
+    """A non-blocking, close-on-exec SOCK_SEQPACKET listener published at `path`, for us and `users` alone."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        with publishing(path, mode) as hidden:
+        with publishing(path, 0o600, users=users) as hidden:
             listener.bind(os.fsencode(hidden))
             listener.listen(backlog)
     except BaseException:

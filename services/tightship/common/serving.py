@@ -1,4 +1,6 @@
-"""A grpc.aio server on a Unix socket of the run directory: published after listen, drained at the end.
+"""The grpc.aio servers of a service: one on its Unix socket of the run directory, and one for each further door.
+
+They share loop and servicers. A socket is published after listen; at the end all are drained.
 
 `Server.stop` of grpc.aio does not wait for the clean-up of handlers that it cancelled, so every handler runs through
 `Serving.guard`, which keeps the live ones and turns a ServiceError into its status.
@@ -19,7 +21,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tightship.common import errors
 from tightship.common.health import Health
-from tightship.common.reflection import Reflection
+from tightship.common.reflection import METHODS, Reflection
+from tightship.common.rights import Keeper, Rights
 from tightship.common.rundir import publishing
 
 # Legal requests reach 2 MiB of argv; above, our own check names the field.
@@ -39,22 +42,22 @@ class Undecodable:
 
 
 class _Registrar:
-    """What generated code registers a service's methods with; requests that can't be decoded reach the handlers."""
+    """What generated code registers a service's methods with."""
 
-    def __init__(self, server: grpc.aio.Server, names: list[str]) -> None:
-        self._server = server
-        self._names = names
+    def __init__(self) -> None:
+        self.services: dict[str, dict[str, Any]] = {}
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
         """The same methods as below, which are enough."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        lenient = {
-            name: each if each.request_streaming else each._replace(request_deserializer=_lenient(each))
-            for name, each in handlers.items()
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, lenient),))
-        self._names.append(service)
+        self.services[service] = handlers
+
+
+def _registered(register: Callable[[Any, Any], None], servicer: object) -> dict[str, dict[str, Any]]:
+    registrar = _Registrar()
+    register(servicer, registrar)
+    return registrar.services
 
 
 def _lenient(handler: Any) -> Callable[[bytes], object]:
@@ -70,7 +73,7 @@ def _lenient(handler: Any) -> Callable[[bytes], object]:
 
 
 class Serving:
-    """One server and its live handlers."""
+    """The servers and their live handlers. `path` is that of the main door, whose callers have all rights."""
 
     def __init__(self, path: Path, interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()) -> None:
         self.path = path
@@ -78,17 +81,41 @@ class Serving:
         self.names: list[str] = []
         """Full names of the services added."""
         self.health = Health()
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
+        self._services: dict[str, dict[str, Any]] = {}
+        self._shared = set(METHODS)
+        self._doors: list[grpc.aio.Server] = []
+        self._reflection: Reflection | None = None
         self._handlers: set[asyncio.Task[object]] = set()
+        self.add_common(health_pb2_grpc.add_HealthServicer_to_server, self.health)
 
-    def add(self, register: Callable[[Any, Any], None], servicer: object) -> None:
-        """Adds a service whose handlers give their request to `guard`; `register` is of the generated code."""
-        register(servicer, _Registrar(self.server, self.names))
+    def add(self, register: Callable[[Any, Any], None], servicer: object, shared: frozenset[str] = frozenset()) -> None:
+        """Adds a service whose handlers give their request to `guard`; `register` is of the generated code.
+
+        `shared`: the methods that look at the caller's rights themselves. The others are for those with all rights.
+        """
+        for service, handlers in _registered(register, servicer).items():
+            lenient = {
+                name: each if each.request_streaming else each._replace(request_deserializer=_lenient(each))
+                for name, each in handlers.items()
+            }
+            self._add(service, lenient, shared)
+            self.names.append(service)
+
+    def add_common(self, register: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a service that tells nothing of any container: for whoever may come in at all."""
+        for service, handlers in _registered(register, servicer).items():
+            self._add(service, handlers, frozenset(handlers))
+
+    def _add(self, service: str, handlers: dict[str, Any], shared: frozenset[str]) -> None:
+        self._services[service] = handlers
+        self._shared |= {f"/{service}/{method}" for method in shared}
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
     async def start(self, mode: int = 0o660, gid: int | None = None) -> None:
         """Listens, then lets the socket appear at its path. Health says NOT_SERVING until `ready`."""
         await self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.server.add_generic_rpc_handlers((Reflection([*self.names, health.SERVICE_NAME]),))
+        self._reflection = Reflection([*self.names, health.SERVICE_NAME])
+        self.server.add_generic_rpc_handlers((self._reflection,))
         with publishing(self.path, mode, gid) as hidden:
             self.server.add_insecure_port(f"unix:{hidden}")
             await self.server.start()
@@ -100,6 +127,25 @@ class Serving:
     async def _tell(self, status: Any) -> None:
         for name in ("", *self.names):
             await self.health.set(name, status)
+
+    def door(self, rights: Rights, *, stranger: bool = False) -> grpc.aio.Server:
+        """One more server with the same services, not started: whoever comes in by it has these rights."""
+        assert self._reflection is not None, "doors are opened after the main one"
+        keeper = Keeper(rights, frozenset(self._shared), stranger=stranger)
+        server = grpc.aio.server(options=OPTIONS, interceptors=(keeper,))
+        server.add_generic_rpc_handlers(
+            (
+                *(grpc.method_handlers_generic_handler(*service) for service in self._services.items()),
+                self._reflection,
+            )
+        )
+        self._doors.append(server)
+        return server
+
+    async def shut(self, server: grpc.aio.Server, grace: float) -> None:
+        """Ends one `door`: refuses new calls, gives the live ones `grace` seconds."""
+        self._doors.remove(server)
+        await server.stop(grace)
 
     @contextlib.asynccontextmanager
     async def guard(
@@ -118,11 +164,7 @@ class Serving:
                 )
             yield
         except errors.ServiceError as error:
-            try:
-                await errors.abort(context, error)
-            except grpc.aio.InternalError as gone:
-                # The call is over for its caller, who left first: there is nobody to be told, and nothing to be logged.
-                raise asyncio.CancelledError from gone
+            await errors.abort(context, error)
         finally:
             self._handlers.discard(task)
 
@@ -131,6 +173,6 @@ class Serving:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         await self.health.enter_graceful_shutdown()
-        await self.server.stop(grace)
+        await asyncio.gather(*(server.stop(grace) for server in (self.server, *self._doors)))
         if self._handlers:
             await asyncio.wait(set(self._handlers), timeout=1.0)

@@ -21,6 +21,9 @@ import click
 import uvloop
 
 from tightship.common import logs, metrics
+from tightship.common.clients import ConfigError
+from tightship.common.door_options import door_options
+from tightship.common.doors import DoorSettings
 from tightship.common.errors import ServiceError
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.containerizer import failpoint_names, machine, serve, spec
@@ -84,10 +87,16 @@ def _seconds(name: str, default: float, help_text: str, minimum: float = 0.0) ->
     "--containers-max", envvar="TIGHTSHIP_CONTAINERS_MAX", default=_DEFAULTS.containers_max, show_default=True,
     type=click.IntRange(min=1), help="Containers that may live.",
 )  # fmt: skip
+@click.option(
+    "--node", envvar="TIGHTSHIP_NODE", default=_DEFAULTS.node, show_default=True,
+    help="Name of this machine in answers.",
+)  # fmt: skip
+@door_options("containerizer")
 @click.pass_context
 def main(
     context: click.Context,
     *,
+    doors: Callable[[], DoorSettings],
     run_dir: Path,
     log_level: str,
     log_format: str,
@@ -101,6 +110,7 @@ def main(
     retention_age: float,
     retention_number: int,
     containers_max: int,
+    node: str,
 ) -> None:
     """Serves containers: names, limits and processes. Started by the spawner."""
     if context.invoked_subcommand is not None:
@@ -116,22 +126,26 @@ def main(
         retention_count=retention_number,
         containers_max=containers_max,
         ephemeral=ephemeral,
+        node=node,
     )
     try:
         scraped_at = metrics.address(metrics_at, 0)
+        door_settings = doors()
         run = RunDir.open(run_dir)
         instance = run.instance()
         found = machine.look(instance)
-    except (RunDirError, ValueError) as error:
+    except (RunDirError, ConfigError, ValueError) as error:
         click.echo(f"containerizer: {error}", err=True)
         sys.exit(CONFIG)
     _lock(run)
-    uvloop.run(_serve(run, found, settings, scraped_at))
+    uvloop.run(_serve(run, found, settings, door_settings, scraped_at))
 
 
-async def _serve(run: RunDir, found: machine.Machine, settings: Settings, scraped_at: metrics.Address | None) -> None:
+async def _serve(
+    run: RunDir, found: machine.Machine, settings: Settings, doors: DoorSettings, scraped_at: metrics.Address | None
+) -> None:
     """Does not return: neither a thread stuck in a system call nor an operation that is pending may hold the end."""
-    status = await serve.serve(run, found, settings, scraped_at)
+    status = await serve.serve(run, found, settings, doors, scraped_at)
     logging.shutdown()
     os._exit(status)
 

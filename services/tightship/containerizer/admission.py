@@ -11,6 +11,7 @@ import secrets
 import sqlite3
 from collections.abc import Sequence
 
+from tightship.common import rights
 from tightship.common.errors import Code, ServiceError
 from tightship.common.telemetry import CallTrace
 from tightship.containerizer import names, plan, refusals, requests, spec, steps
@@ -46,8 +47,9 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     given = spec.parse(request.spec)
     spec.refuse_no_task(given)
     identity = secrets.token_hex(8)
-    name = _launch_name(parts, request, identity)
-    _check_room(parts, name)
+    caller = rights.current()
+    name = _launch_name(parts, request, identity, caller.home)
+    _check_room(parts, name, caller)
     machine = parts.machine
     row = Row(
         id=identity,
@@ -65,6 +67,7 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
         detach=request.detach,
         timeout=spec.duration(request, "timeout", "timeout", positive=True),
         max_lifetime=spec.duration(request, "max_lifetime", "max_lifetime", positive=True),
+        client=caller.client,
     )
     operation = _intend(parts, row, remaining)
     stdin = request.stdin == STDIN_PIPE
@@ -97,7 +100,8 @@ def create(
     parts: Parts, request: pb.CreateRequest, name: str, given: spec_pb2.ContainerSpec, trace: CallTrace
 ) -> Operation:
     """A new container without a process, intended and not started. Raises ServiceError."""
-    _check_room(parts, name)
+    caller = rights.current()
+    _check_room(parts, name, caller)
     machine = parts.machine
     identity = secrets.token_hex(8)
     whole = name == names.container(request.name)
@@ -113,6 +117,7 @@ def create(
         trace=parts.tracer.context(trace.own),
         parent_trace=trace.own,
         caller_trace=trace.caller,
+        client=caller.client,
     )
     return _intend(parts, row, None)
 
@@ -188,18 +193,20 @@ def recovering(name: str) -> ServiceError:
     )
 
 
-def _launch_name(parts: Parts, request: pb.LaunchRequest, identity: str) -> str:
+def _launch_name(parts: Parts, request: pb.LaunchRequest, identity: str, home: str) -> str:
     generated = f"run-{identity}"
     if not request.name:
-        return f"/{generated}"
+        return f"{home}/{generated}"
     name = names.normalize(request.name)
     if request.within_existing and (name == "/" or parts.registry.named(name) is not None):
         return names.container(f"{name.rstrip('/')}/{generated}")
     return names.container(name)
 
 
-def _check_room(parts: Parts, name: str) -> None:
-    """The name is free, here and on disk, and the parent takes it."""
+def _check_room(parts: Parts, name: str, caller: rights.Rights) -> None:
+    """The caller may have one more, the name is free, here and on disk, and the parent takes it."""
+    caller.check(name)
+    caller.check_launches(parts.registry.made.get(caller.client, 0))
     taken = parts.registry.named(name)
     if taken is not None:
         if taken.recovering:

@@ -33,7 +33,14 @@ def in_force(row: Row) -> list[pb.InForce]:
 
 def started(operation: Operation, *, joined: bool, with_limits: bool) -> pb.LaunchResponse.Started:
     row = operation.row
-    told = pb.LaunchResponse.Started(id=row.id, name=row.name, lease_id=row.id, pid=row.live.pid, joined=joined)
+    told = pb.LaunchResponse.Started(
+        id=row.id,
+        name=row.name,
+        lease_id=row.id,
+        pid=row.live.pid,
+        joined=joined,
+        node=operation.parts.settings.node,
+    )
     told.time.FromNanoseconds(row.live.started)
     if with_limits:
         told.in_force.extend(operation.in_force or in_force(row))
@@ -58,6 +65,7 @@ def living(operation: Operation, *, with_limits: bool) -> pb.Container:
         labels=row.labels,
         command=row.command,
         record=operation.record,
+        node=operation.parts.settings.node,
         pending_reason="; ".join(f"{name}: {why}" for name, why in operation.left.items())[:4096],
     )
     told.created.FromNanoseconds(row.created)

@@ -100,6 +100,8 @@ class Row:
     detach: bool = False
     timeout: float | None = None
     max_lifetime: float | None = None
+    client: str = ""
+    """Who made it; empty for the main door."""
     created: int = field(default_factory=time.time_ns)
 
     phase: Phase = Phase.INTENDED
@@ -129,7 +131,7 @@ class Row:
 _LIVE = tuple(each.name for each in fields(Live))
 _FIXED = (
     "id", "name", "kind", "labels", "command", "request_id", "request_hash", "trace", "parent_trace", "caller_trace",
-    "detach", "timeout", "max_lifetime", "created",
+    "detach", "timeout", "max_lifetime", "client", "created",
 )  # fmt: skip
 
 
@@ -349,6 +351,8 @@ def remove_other_boots(directory: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    # Commands and labels are in it: its mode must not follow the umask. WAL and SHM get the file's.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
     try:
         _prepare(db)

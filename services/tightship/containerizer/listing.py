@@ -1,5 +1,7 @@
 """The pages of List: what lives in the order of its tree, then the records from the oldest on, in bounded answers.
 
+Of either only what the caller may see.
+
 A page token tells the last one given: its name, or its place among the records. What ends between two pages may be
 told twice, first living and then ended, with one id; nothing that stays is left out.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+from tightship.common import rights
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.containerizer import describe, names
 from tightship.containerizer.operations import Parts
@@ -58,17 +61,18 @@ async def add_usage(parts: Parts, response: pb.ListResponse) -> None:
 def _listed(parts: Parts, request: pb.ListRequest, top: str) -> Iterator[tuple[str, pb.Container]]:
     """What comes after the request's token, each with the token of its place."""
     name, after = _place(request.page_token)
+    sees = rights.current().sees
     if after is None:
         registry = parts.registry
         itself = registry.named(top)
         found = registry.below(top) if request.recursive else registry.children(top)
         last = name.split("/") if name else []
         for operation in [itself, *found] if itself is not None else found:
-            if operation.row.name.split("/") > last:
+            if operation.row.name.split("/") > last and sees(operation.row.name):
                 yield f"living {operation.row.name}", describe.living(operation, with_limits=False)
     if request.records:
         for (ended, number), record in parts.journal.records_after(after or (0.0, 0)):
-            if top in ("/", record.name) or names.is_below(record.name, top):
+            if (top in ("/", record.name) or names.is_below(record.name, top)) and sees(record.name):
                 yield f"ended {ended!r} {number}", describe.ended(record)
 
 

@@ -526,6 +526,7 @@ class Operation:
             id=row.id,
             name=row.name,
             state=pb.Container.ENDED,
+            node=self.parts.settings.node,
             spec=self.spec,
             lease_id=row.id,
             labels=row.labels,

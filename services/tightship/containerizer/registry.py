@@ -19,6 +19,8 @@ class Registry:
         self._by_request: dict[str, Operation] = {}
         self._children: dict[str, set[str]] = {}
         self._fresh: list[str] = []
+        self.made: dict[str, int] = {}
+        """How many each client has made of what lives; those of the main door aren't counted."""
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -32,6 +34,8 @@ class Registry:
         if row.request_id:
             self._by_request[row.request_id] = operation
         self._children.setdefault(names.parent(row.name), set()).add(row.name)
+        if row.client:
+            self.made[row.client] = self.made.get(row.client, 0) + 1
 
     def remove(self, operation: Operation) -> None:
         row = operation.row
@@ -44,6 +48,10 @@ class Registry:
         siblings.discard(row.name)
         if not siblings:
             del self._children[parent]
+        if row.client:
+            self.made[row.client] -= 1
+            if not self.made[row.client]:
+                del self.made[row.client]
 
     def named(self, name: str) -> Operation | None:
         return self._by_name.get(name)

@@ -15,6 +15,8 @@ import sqlite3
 import time
 
 from tightship.common import metrics, threads
+from tightship.common.clients import ConfigError
+from tightship.common.doors import Doors, DoorSettings
 from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
 from tightship.common.serving import Serving
@@ -25,7 +27,7 @@ from tightship.containerizer.machine import Machine
 from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.records import Exit
 from tightship.containerizer.registry import Registry
-from tightship.containerizer.service import Service
+from tightship.containerizer.service import SHARED, Service
 from tightship.containerizer.settings import Settings
 from tightship.containerizer.spans import SLOW_S
 from tightship.containerizer.spawner_link import SpawnerLink, VersionRefused
@@ -47,7 +49,9 @@ _SERVER_GRACE_S = 1.0
 _FLUSH_S = 2.0
 
 
-async def serve(run: RunDir, found: Machine, settings: Settings, scraped_at: metrics.Address | None) -> int:
+async def serve(
+    run: RunDir, found: Machine, settings: Settings, door_settings: DoorSettings, scraped_at: metrics.Address | None
+) -> int:
     """Until SIGTERM, SIGINT or the end of the spawner; the exit status. Metrics are served at `scraped_at`."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -86,8 +90,17 @@ async def serve(run: RunDir, found: Machine, settings: Settings, scraped_at: met
     operations = recovery.load(parts)
     serving = Serving(run.containerizer_sock)
     service = Service(parts, serving)
-    serving.add(containerizer_pb2_grpc.add_ContainerizerServiceServicer_to_server, service)
-    await serving.start()
+    serving.add(containerizer_pb2_grpc.add_ContainerizerServiceServicer_to_server, service, SHARED)
+    doors = Doors(serving, run, "containerizer", door_settings)
+    loop.add_signal_handler(signal.SIGHUP, doors.reload)
+    try:
+        await doors.open()
+    except ConfigError as error:
+        log.error("%s", error)
+        return _CONFIG
+    except OSError as error:
+        log.error("%s", error.strerror)
+        return 1
     parts.switchboard.start()
     try:
         hello = await _connect(parts, stop)
@@ -111,7 +124,7 @@ async def serve(run: RunDir, found: Machine, settings: Settings, scraped_at: met
             log.warning("the spawner's connection has ended")
             return 1
         await _end(parts, service, recoveries)
-    await serving.stop(_SERVER_GRACE_S)
+    await doors.close(_SERVER_GRACE_S)
     await parts.switchboard.stop()
     parts.spawner.close()
     machine.leave(found)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from tightship.common import rights
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
 from tightship.common.telemetry import CallTrace, called, why_ended
@@ -29,6 +30,9 @@ from tightship.v1 import containerizer_pb2_grpc
 from tightship.v1 import switchboard_pb2 as sb
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# For clients of some names: these look at the caller's rights.
+SHARED = frozenset({"Launch", "Create", "Destroy", "Cleanup", "Kill", "Wait", "Get", "List", "Remove", "Trace"})
 
 _READY_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
@@ -53,7 +57,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             await self._mutating()
             operation, joined = await self._launch_or_join(request, context, trace)
             if isinstance(operation, Ended):
-                for response in _replay(operation, request.detach):
+                for response in _replay(operation, request.detach, self._parts.settings.node):
                     yield response
                 trace.link(self._parts.journal.trace_of(operation.id))
                 return
@@ -89,8 +93,11 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         self, request: pb.LaunchRequest, context: Context, trace: CallTrace
     ) -> tuple[Operation | Ended, bool]:
         """A container, or the record of what ran; and whether it is another call's."""
+        caller = rights.current()
         if request.name:
-            await self._retry_pending(names.normalize(request.name))
+            name = names.normalize(request.name)
+            caller.check(name)
+            await self._retry_pending(name)
         while True:
             known = self._parts.registry.requested(request.request_id)
             if known is None:
@@ -98,14 +105,14 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                     requests.check_request_id(request.request_id)
                     ended = self._parts.journal.find_request(request.request_id)
                     if ended is not None and ended.ran:
-                        _check_same(ended.request_hash, request)
+                        _check_same(ended.request_hash, request, ended.name)
                         return ended, True
                 operation = admission.launch(self._parts, request, context.time_remaining(), trace)
                 if request.report_in_force:
                     operation.at_gate = describe.note_in_force
                 operation.start()
                 return operation, False
-            _check_same(known.row.request_hash, request)
+            _check_same(known.row.request_hash, request, known.row.name)
             if known.started or not known.closing:
                 return known, True
             # Being undone without having run: the name is free afterwards.
@@ -119,6 +126,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             requests.check_request_id(request.request_id)
             requests.check_labels(request.labels)
             name = names.container(request.name)
+            rights.current().check(name)
             given = spec.parse(request.spec)
             spec.refuse_virtual_host(given, "with Create yet")
             known = await self._created_before(request)
@@ -154,7 +162,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             known = self._parts.registry.requested(request.request_id)
             creating = self._creating.get(request.request_id)
             if known is not None:
-                _check_same(known.row.request_hash, request)
+                _check_same(known.row.request_hash, request, known.row.name)
                 if not known.closing:
                     return known
                 await self._retry_pending(known.row.name)
@@ -162,7 +170,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 if not known.gone:
                     raise _pending(known.cleanup(), known.row.name)
             elif creating is not None:
-                _check_same(creating.hash, request)
+                _check_same(creating.hash, request, names.container(request.name))
                 await creating.over.wait()
             else:
                 return None
@@ -199,6 +207,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 else:
                     break
             if there is None and request.parents:
+                rights.current().check(above)
                 made.append(admission.create(self._parts, request, above, spec.parse(pb.SpecInput()), trace))
                 made[-1].start()
                 await self._made(made[-1], context)
@@ -279,8 +288,10 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 raise invalid("name", "give a name, or all", "MISSING")
             budget = self._budget(request, None, context)
             if request.all:
+                _check_whole()
                 return pb.CleanupResponse(cleanup=await self._cleanup_all(budget, trace))
             name = names.container(request.name)
+            rights.current().check(name)
             deadline = time.monotonic() + budget
             total = pb.Cleanup(outcome=pb.Cleanup.CLEAN)
             operation = self._parts.registry.named(name)
@@ -340,8 +351,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
 
     async def Wait(self, request: pb.WaitRequest, context: Any) -> pb.WaitResponse:
         async with self._call(context, "Wait", request) as trace:
-            name = self._name_or_id(request.name)
-            operation = self._parts.registry.find(name)
+            name, operation = self._find(request.name)
             if operation is None or operation.row.kind is Kind.CLEANUP:
                 record = describe.ended(self._record(name)).record
                 trace.link(self._parts.journal.trace_of(record.id))
@@ -366,8 +376,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         async with self._call(context, "Get", request):
-            name = self._name_or_id(request.name)
-            operation = self._parts.registry.find(name)
+            name, operation = self._find(request.name)
             if operation is not None:
                 return pb.GetResponse(container=describe.living(operation, with_limits=True))
             return pb.GetResponse(container=describe.ended(self._record(name)))
@@ -382,10 +391,13 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
     async def Remove(self, request: pb.RemoveRequest, context: Any) -> pb.RemoveResponse:
         async with self._call(context, "Remove", request):
             await self._mutating()
-            name = self._name_or_id(request.name)
+            name, operation = self._find(request.name)
+            record = self._parts.journal.find_record(name)
+            if record is not None:
+                _check_visible(record.name, name)
             gone = self._parts.journal.remove_records(name)
             if not gone:
-                if self._parts.registry.find(name) is not None:
+                if operation is not None:
                     raise ServiceError(
                         Code.FAILED_PRECONDITION, "LIVING", f"{name} has not ended; destroy it first", None, name=name
                     )
@@ -436,10 +448,18 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             raise invalid("name", f"{text[:80]!r} is neither an absolute name nor an id", "BAD_NAME")
         return names.container(text)
 
-    def _living(self, text: str) -> Operation:
-        """Raises NOT_FOUND, or UNAVAILABLE under recovery."""
+    def _find(self, text: str) -> tuple[str, Operation | None]:
+        """The name or id, and what lives of it. Raises NOT_FOUND for what the caller may not see."""
         name = self._name_or_id(text)
         operation = self._parts.registry.find(name)
+        seen = operation.row.name if operation is not None else name
+        if seen.startswith("/"):
+            _check_visible(seen, name)
+        return name, operation
+
+    def _living(self, text: str) -> Operation:
+        """Raises NOT_FOUND, or UNAVAILABLE under recovery."""
+        name, operation = self._find(text)
         if operation is None:
             raise _not_found(name)
         if operation.recovering:
@@ -450,19 +470,23 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         record = self._parts.journal.find_record(name)
         if record is None:
             raise _not_found(name)
+        _check_visible(record.name, name)
         return record
 
     def _story(self, text: str) -> story.Story:
-        """Of a container, living or ended; of "last" the one that began, or ended, last."""
+        """Of a container, living or ended; of "last" the one of the caller's that began, or ended, last."""
         journal, registry = self._parts.journal, self._parts.registry
         if text != "last":
-            name = self._name_or_id(text)
-            operation = registry.find(name)
+            name, operation = self._find(text)
             kept = None if operation is not None else journal.find_story(name)
+            if kept is not None:
+                _check_visible(kept[0], name)
         else:
             name = "that has begun yet"
-            operation = max(registry.by_id.values(), key=lambda each: each.row.created, default=None)
-            kept = next(journal.stories(), None)
+            sees = rights.current().sees
+            living = (each for each in registry.by_id.values() if sees(each.row.name))
+            operation = max(living, key=lambda each: each.row.created, default=None)
+            kept = next((each for each in journal.stories() if sees(each[0])), None)
             if operation is not None and kept is not None:
                 age = time.clock_gettime(time.CLOCK_BOOTTIME) - kept[2]
                 if operation.row.created < time.time_ns() - age * 1e9:
@@ -493,8 +517,25 @@ class _Creating:
         self.over = asyncio.Event()
 
 
-def _check_same(known_hash: str, request: pb.LaunchRequest | pb.CreateRequest) -> None:
-    if known_hash != admission.hash_of(request):
+def _check_visible(name: str, asked: str) -> None:
+    """Raises NOT_FOUND where the container `name` is none of the caller's business; `asked` is what it said."""
+    if rights.current().hides(name):
+        raise _not_found(asked)
+
+
+def _check_whole() -> None:
+    """Raises PERMISSION_DENIED for a caller of some names alone."""
+    caller = rights.current()
+    if not caller.whole:
+        caller.refuse(Code.PERMISSION_DENIED, "a cleanup of all")
+        raise ServiceError(
+            Code.PERMISSION_DENIED, "ALL_NOT_ALLOWED", "all is for clients with all rights; give a name", field="all"
+        )
+
+
+def _check_same(known_hash: str, request: pb.LaunchRequest | pb.CreateRequest, name: str) -> None:
+    """`name` is that of the container which the request id is known of; another client's is nobody's to join."""
+    if known_hash != admission.hash_of(request) or rights.current().hides(name):
         raise ServiceError(
             Code.ALREADY_EXISTS,
             "REQUEST_ID_REUSED",
@@ -504,11 +545,11 @@ def _check_same(known_hash: str, request: pb.LaunchRequest | pb.CreateRequest) -
         )
 
 
-def _replay(ended: Ended, detach: bool) -> list[pb.LaunchResponse]:
+def _replay(ended: Ended, detach: bool, node: str) -> list[pb.LaunchResponse]:
     """The events of what ran and is gone, from its record."""
     record = describe.ended(ended).record
     started = pb.LaunchResponse.Started(
-        id=ended.id, name=ended.name, lease_id=ended.id, pid=ended.pid, time=record.started, joined=True
+        id=ended.id, name=ended.name, lease_id=ended.id, pid=ended.pid, time=record.started, joined=True, node=node
     )
     responses = [pb.LaunchResponse(started=started)]
     if not detach:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Settings:
     containers_max: int = 10_000
     ephemeral: bool = False
     """Destroy everything at the end, detached too."""
+    node: str = field(default_factory=socket.gethostname)
+    """This machine in answers, so that a caller of many knows where to ask next."""
 
     def budget_for(self, asked: float | None, remaining: float | None) -> float:
         """Seconds a cleanup may take: min(maximum, asked, max(floor, caller's remaining time - 250 ms))."""

@@ -23,7 +23,7 @@ from tightship.spawner.contained import Adopted, Contained
 from tightship.spawner.fdclient import Switchboard
 from tightship.spawner.launch import Launch, Surroundings
 from tightship.spawner.loop import Loop
-from tightship.spawner.notices import notice_exception
+from tightship.spawner.notices import notice, notice_exception
 from tightship.spawner.orders import LaunchOrder, OrderError
 
 _GREETINGS_MAX = 16
@@ -110,7 +110,10 @@ class Server:
         except OSError:
             return
         sock.setblocking(False)
-        if len(self._greetings) >= _GREETINGS_MAX or fdpass.peer(sock).uid != os.geteuid():
+        uid = fdpass.peer(sock).uid
+        if uid != os.geteuid():
+            notice(f"spawner.sock: uid {uid} is not allowed")
+        if len(self._greetings) >= _GREETINGS_MAX or uid != os.geteuid():
             sock.close()
             return
         client = Client(self._loop, sock, self._received, self._ended)

@@ -40,6 +40,12 @@ _SWEEP_S = 20.0
 # How long a dead spawner's containerizer may take to end before a new spawner starts its own.
 _ORPHAN_S = 3.0
 
+# Variables by which the services of a lasting pair let others in.
+_DOORS = (
+    "TIGHTSHIP_CONTAINERIZER_LISTEN", "TIGHTSHIP_SWITCHBOARD_LISTEN", "TIGHTSHIP_CLIENTS", "TIGHTSHIP_GROUP",
+    "TIGHTSHIP_PEER_UID",
+)  # fmt: skip
+
 _READY_POLL_S = 0.03
 _LOG_POLL_S = 5.0
 _LOG_MAX = 8 << 20
@@ -226,6 +232,8 @@ def main() -> int:
     os.chdir("/")
     if options.lifeline is not None:
         os.environ["TIGHTSHIP_EPHEMERAL"] = "1"  # the containerizer destroys all at its end, detached too
+        for name in _DOORS:
+            os.environ.pop(name, None)  # it has one client, and must not take another pair's addresses
     process.set_child_subreaper()
     return Supervisor(run, options.lifeline, options.ready, log).serve()
 

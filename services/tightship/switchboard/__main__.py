@@ -14,13 +14,18 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 import uvloop
 
 from tightship.common import logs, metrics, threads
+from tightship.common.clients import ConfigError
+from tightship.common.door_options import door_options
+from tightship.common.doors import Doors, DoorSettings
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.common.serving import Serving
 from tightship.common.telemetry import Tracer
@@ -40,6 +45,10 @@ DRAIN_S = 4.0
 # Counted by the kernel, for whatever may hang.
 END_S = 4.9
 _FILE_THREADS = 2
+# sysexits.h EX_CONFIG: whoever keeps us running must not try again.
+CONFIG = 78
+
+_log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -64,8 +73,11 @@ _FILE_THREADS = 2
     "--leases-max", type=click.IntRange(min=1), default=LEASES_MAX, show_default=True,
     help="Leases that may live; fewer where the limit of open files asks for it.",
 )  # fmt: skip
-@click.option("--allow-uid", type=int, multiple=True, help="User that may take descriptors; our own always may.")
-@click.option("--allow-gid", type=int, multiple=True, help="Group that may take descriptors.")
+@click.option(
+    "--peer-uid", type=click.IntRange(min=0), multiple=True, envvar="TIGHTSHIP_PEER_UID",
+    help="User, by number, that may take descriptors; our own always may.",
+)  # fmt: skip
+@door_options("switchboard")
 @click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
 @click.option(
     "--log-format", envvar="TIGHTSHIP_LOG_FORMAT", default="text", show_default=True, type=click.Choice(logs.FORMATS),
@@ -83,8 +95,8 @@ def main(
     retention_age: float,
     retention_number: int,
     leases_max: int,
-    allow_uid: tuple[int, ...],
-    allow_gid: tuple[int, ...],
+    peer_uid: tuple[int, ...],
+    doors: Callable[[], DoorSettings],
     log_level: str,
     log_format: str,
     metrics_at: str | None,
@@ -94,8 +106,12 @@ def main(
     logs.set_up("switchboard", log_level, log_format)
     try:
         scraped_at = metrics.address(metrics_at, 1)
+        door_settings = doors()
         run = RunDir.open(run_dir)
         run.lock("switchboard")
+    except ConfigError as error:
+        click.echo(f"switchboard: {error}", err=True)
+        sys.exit(CONFIG)
     except (RunDirError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     raise_file_limit()
@@ -105,14 +121,14 @@ def main(
         log_cap=log_cap,
         retention=Retention(retention_age, retention_number),
         leases_max=affordable_leases(leases_max),
-        fd_uids=frozenset({os.geteuid(), *allow_uid}),
-        fd_gids=frozenset(allow_gid),
+        peer_uids=frozenset(peer_uid),
+        doors=door_settings,
     )
-    uvloop.run(serve(settings, scraped_at))
+    sys.exit(uvloop.run(serve(settings, scraped_at)))
 
 
-async def serve(settings: Settings, scraped_at: metrics.Address | None) -> None:
-    """Until SIGTERM or SIGINT. Metrics are served at `scraped_at`."""
+async def serve(settings: Settings, scraped_at: metrics.Address | None) -> int:
+    """Until SIGTERM or SIGINT; the exit status. Metrics are served at `scraped_at`."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(threads.pool(_FILE_THREADS, "files"))
     ending = asyncio.Event()
@@ -129,8 +145,16 @@ async def serve(settings: Settings, scraped_at: metrics.Address | None) -> None:
     serving = Serving(settings.run.switchboard_sock)
     service = Service(serving, leases, sessions, Attachments(leases), tracer)
     descriptors = FdServer(settings, leases)
-    descriptors.start()
-    await serving.start()
+    doors = Doors(serving, settings.run, "switchboard", settings.doors)
+    loop.add_signal_handler(signal.SIGHUP, doors.reload)
+    try:
+        descriptors.start()
+        await doors.open()
+    except (ConfigError, OSError) as error:
+        _log.error("%s", error.strerror if isinstance(error, OSError) else error)
+        await leases.close()
+        await asyncio.to_thread(measured.stop, 1.0)
+        return CONFIG if isinstance(error, ConfigError) else 1
     service.audit = Audit(leases)
     await serving.ready()
 
@@ -146,12 +170,13 @@ async def serve(settings: Settings, scraped_at: metrics.Address | None) -> None:
     sessions.end_all()
     descriptors.close()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(serving.stop(0.2), 0.5)
+        await asyncio.wait_for(doors.close(0.2), 0.5)
     await leases.close()
     left = END_S - 0.2 - (time.monotonic() - begun)
     bound = max(0.0, min(2.0, left))
     await asyncio.gather(asyncio.to_thread(tracer.shutdown, bound), asyncio.to_thread(measured.stop, bound))
     logging.shutdown()
+    return 0
 
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # WAL and SHM get its mode
     db = sqlite3.connect(path, timeout=1.0)
     try:
         db.execute("PRAGMA journal_mode = WAL")

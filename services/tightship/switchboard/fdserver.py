@@ -14,7 +14,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from tightship.common import failpoints
+from tightship.common import failpoints, refused
+from tightship.common.clients import ConfigError
 from tightship.common.errors import Code, ServiceError
 from tightship.common.rundir import seqpacket_listener
 from tightship.kernel import fdframes, fdpass
@@ -45,9 +46,11 @@ class FdServer:
         self._next = 1
 
     def start(self) -> None:
-        own = self._settings.fd_uids <= {os.geteuid()} and not self._settings.fd_gids
-        # Others are let in by SO_PEERCRED; the run directory's mode bounds who gets that far.
-        self._listener = seqpacket_listener(self._settings.run.fd_sock, 0o600 if own else 0o666)
+        """Raises ConfigError where peers of other users can't be let in."""
+        try:
+            self._listener = seqpacket_listener(self._settings.run.fd_sock, tuple(self._settings.peer_uids))
+        except OSError as error:
+            raise ConfigError(f"fd.sock for uids {sorted(self._settings.peer_uids)}: {error.strerror}") from error
         self._loop.add_reader(self._listener, self._accept)
 
     def stop_listening(self) -> None:
@@ -80,8 +83,8 @@ class FdServer:
             sock.setblocking(False)
             peer = fdpass.peer(sock)
             strangers = sum(not connection.greeted for connection in self._connections)
-            if peer.uid not in self._settings.fd_uids and peer.gid not in self._settings.fd_gids:
-                _log.warning("fd.sock: uid %d, gid %d is not allowed", peer.uid, peer.gid)
+            if peer.uid != os.geteuid() and peer.uid not in self._settings.peer_uids:
+                refused.note("fd.sock", Code.PERMISSION_DENIED.name, f"uid {peer.uid} is not allowed")
                 sock.close()
             elif len(self._connections) >= CONNECTIONS_MAX or strangers >= STRANGERS_MAX:
                 _log.debug("fd.sock: too many connections")

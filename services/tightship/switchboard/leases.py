@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from tightship.common import failpoints, logs
@@ -170,8 +170,13 @@ class Leases:
         """Raises NOT_FOUND where it is unknown, forgotten, or lives."""
         found = self.catalogue.get(lease_id)
         if found is None:
-            raise ServiceError(Code.NOT_FOUND, "NO_LEASE", f"no lease {lease_id}", None, name=lease_id)
+            raise no_lease(lease_id)
         return found
+
+    def labels(self, lease_id: str) -> Mapping[str, str]:
+        """Of a lease that lives or has ended. Raises NOT_FOUND."""
+        live = self.find(lease_id)
+        return live.labels if live is not None else self.ended(lease_id).lease.labels
 
     def find(self, lease_id: str) -> Live | None:
         return self._live.get(requests.check_id(lease_id))
@@ -528,6 +533,10 @@ class Leases:
                     await asyncio.to_thread(_remove_all, self.store, lease_ids)
             except Exception:  # noqa: BLE001  whatever it was, the next try may work
                 _log.exception("retention failed; it is tried again")
+
+
+def no_lease(lease_id: str) -> ServiceError:
+    return ServiceError(Code.NOT_FOUND, "NO_LEASE", f"no lease {lease_id}", None, name=lease_id)
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._root = str(root)
-        os.makedirs(root, mode=0o750, exist_ok=True)
+        os.makedirs(root, mode=0o700, exist_ok=True)
 
     def logs(self, lease_id: str) -> tuple[Log, Log]:
         """New, empty ones."""
@@ -115,7 +115,7 @@ def open_for_writing(path: str) -> int:
     """The segment file, with its directory. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags, 0o640)
+        return os.open(path, flags, 0o600)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), mode=0o750, exist_ok=True)
-        return os.open(path, flags, 0o640)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return os.open(path, flags, 0o600)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from tightship.common import failpoints
+from tightship.common import failpoints, rights
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
 from tightship.common.telemetry import CallTrace, Tracer, called
 from tightship.switchboard.attach import Attachments
 from tightship.switchboard.audit import Audit
-from tightship.switchboard.leases import Leases
+from tightship.switchboard.leases import Leases, no_lease
 from tightship.switchboard.session import Sessions
 from tightship.v1 import switchboard_pb2 as pb
 from tightship.v1 import switchboard_pb2_grpc
 
 Context = Any
+
+# The label by which a lease names its container.
+CONTAINER = "container"
+
+# For clients of some containers: these look at the caller's rights.
+SHARED = frozenset({"AttachOutput", "AttachInput", "GetLease", "ListLeases"})
 
 
 class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
@@ -30,7 +36,7 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
         self._sessions = sessions
         self._attachments = attachments
         self._tracer = tracer
-        serving.add(switchboard_pb2_grpc.add_SwitchboardServiceServicer_to_server, self)
+        serving.add(switchboard_pb2_grpc.add_SwitchboardServiceServicer_to_server, self, SHARED)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
         async with self._call(context, "Acquire", request):
@@ -52,11 +58,17 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
 
     async def GetLease(self, request: pb.GetLeaseRequest, context: Context) -> pb.GetLeaseResponse:
         async with self._call(context, "GetLease", request):
-            return pb.GetLeaseResponse(lease=self._leases.get(request.lease_id))
+            lease = self._leases.get(request.lease_id)
+            _check_visible(lease.labels, request.lease_id)
+            return pb.GetLeaseResponse(lease=lease)
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Context) -> pb.ListLeasesResponse:
         async with self._call(context, "ListLeases", request):
-            return pb.ListLeasesResponse(leases=self._leases.all(request.owner, request.closed))
+            leases = self._leases.all(request.owner, request.closed)
+            caller = rights.current()
+            if not caller.whole:
+                leases = [lease for lease in leases if caller.sees(lease.labels.get(CONTAINER, ""))]
+            return pb.ListLeasesResponse(leases=leases)
 
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
@@ -68,6 +80,7 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
         self, request: pb.AttachOutputRequest, context: Context
     ) -> None:
         async with self._call(context, "AttachOutput", request, attach=True) as call:
+            self._check_attach(request.lease_id)
             self._leases.link(request.lease_id, call)
             await self._attachments.output(request, context.write)
 
@@ -79,6 +92,7 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
             first = await anext(messages, None)
             if first is None:
                 raise invalid("lease_id", "the first message must name the lease")
+            self._check_attach(first.lease_id)
             self._leases.link(first.lease_id, call)
             return await self._attachments.input(first.lease_id, _with(first, messages))
 
@@ -91,6 +105,11 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
             if self.audit is None:
                 raise ServiceError(Code.UNAVAILABLE, "STARTING", "the switchboard starts", 0.1)
             return await self.audit.run(request.fix)
+
+    def _check_attach(self, lease_id: str) -> None:
+        """Raises NOT_FOUND where the lease is of a container that the caller may not see."""
+        if not rights.current().whole:
+            _check_visible(self._leases.labels(lease_id), lease_id)
 
     @contextlib.asynccontextmanager
     async def _call(
@@ -105,6 +124,13 @@ class Service(switchboard_pb2_grpc.SwitchboardServiceServicer):
                 return
             async with called(self._tracer, context, f"SwitchboardService/{method}", parent) as call:
                 yield call
+
+
+def _check_visible(labels: Mapping[str, str], lease_id: str) -> None:
+    """A lease is its container's; one that tells of none is of those with all rights."""
+    caller = rights.current()
+    if not caller.whole and caller.hides(labels.get(CONTAINER, "")):
+        raise no_lease(lease_id)
 
 
 async def _with(first: pb.AttachInputRequest, rest: AsyncIterator[pb.AttachInputRequest]) -> AsyncIterator[Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tightship.common.doors import DoorSettings
 from tightship.common.rundir import RunDir
 from tightship.switchboard.catalogue import Retention
 
@@ -27,8 +27,9 @@ class Settings:
     log_cap: int = LOG_CAP
     retention: Retention = field(default_factory=Retention)
     leases_max: int = LEASES_MAX
-    fd_uids: frozenset[int] = field(default_factory=lambda: frozenset({os.geteuid()}))
-    fd_gids: frozenset[int] = frozenset()
+    peer_uids: frozenset[int] = frozenset()
+    """Users that fd.sock takes beside our own."""
+    doors: DoorSettings = field(default_factory=DoorSettings)
 
 
 def affordable_leases(wanted: int) -> int:
