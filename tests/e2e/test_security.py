@@ -24,6 +24,7 @@ import pytest
 
 from tests.harness.authority import Authority, Identity, channel
 from tests.harness.calls import Calls, code, fresh_name, info
+from tests.harness.meters import scrape, two_ports
 from tests.harness.pair import Pair
 from tests.harness.stranger import NOBODY, Stranger
 from tests.harness.waiting import until
@@ -71,6 +72,8 @@ class Guarded:
             "TIGHTSHIP_LOG_LEVEL": "DEBUG",
             "TIGHTSHIP_NODE": "node-7",
         }
+        self.metrics = two_ports()
+        pair.environment["TIGHTSHIP_METRICS"] = f"127.0.0.1:{self.metrics}"
 
     @property
     def door(self) -> str:
@@ -92,6 +95,11 @@ class Guarded:
         finally:
             for each in channels:
                 each.close()
+
+    def refusals(self, door: str, refused: str) -> list[float]:
+        """As each service counts them for Prometheus: the containerizer, the switchboard."""
+        series = f'tightship_calls_refused_total{{code="{refused}",door="{door}"}}'
+        return [scrape(self.metrics + offset).get(series, 0) for offset in (0, 1)]
 
     def logs(self) -> str:
         return "".join(path.read_text() for path in self.pair.run_dir.glob("*.log"))
@@ -240,11 +248,12 @@ def test_names_elsewhere_are_refused_logged_and_hidden(guarded: Guarded, nobody:
     started = own.detach(["/bin/sleep", "100"], "/secret")
     try:
         denied = {"code": "PERMISSION_DENIED", "reason": "NAME_NOT_ALLOWED"}
+        before = guarded.refusals("client", "PERMISSION_DENIED"), guarded.refusals("client", "NOT_FOUND")
         for name in ("/other", "/secret", "/secret/below", "/cix", "/ci/../secret", "/"):
             assert nobody.ask("run", guarded.door, ["/bin/true"], name) == denied, name
         assert nobody.ask("create", guarded.door, "/other") == denied
         assert nobody.ask("unary", guarded.door, "Cleanup", {"name": "/secret"}) == denied
-        for verb in ("Get", "Destroy", "Kill", "Wait", "Remove"):
+        for verb in ("Get", "Destroy", "Kill", "Wait", "Remove", "Trace"):
             for name in ("/secret", started.id):
                 hidden = nobody.ask("unary", guarded.door, verb, {"name": name})
                 assert hidden == {"code": "NOT_FOUND", "reason": "NOT_FOUND"}, (verb, name)
@@ -254,6 +263,9 @@ def test_names_elsewhere_are_refused_logged_and_hidden(guarded: Guarded, nobody:
         listed = nobody.ask("list", guarded.door)
         assert "/ci" in listed and all(name == "/ci" or name.startswith("/ci/") for name in listed)
         assert own.get("/secret").state == cpb.Container.RUNNING
+        after = guarded.refusals("client", "PERMISSION_DENIED"), guarded.refusals("client", "NOT_FOUND")
+        assert [after[0][0] - before[0][0], after[1][0] - before[1][0]] == [8, 12]
+        assert [after[0][1] - before[0][1], after[1][1] - before[1][1]] == [0, 2]
     finally:
         own.destroy("/secret")
     log = guarded.logs()
@@ -263,6 +275,7 @@ def test_names_elsewhere_are_refused_logged_and_hidden(guarded: Guarded, nobody:
         assert nobody.ask("unary", guarded.door, "Get", {"name": name})["code"] == "NOT_FOUND"
         assert nobody.ask("unary", guarded.door, "Wait", {"name": name})["code"] == "NOT_FOUND"
         assert nobody.ask("unary", guarded.door, "Remove", {"name": name})["code"] == "NOT_FOUND"
+        assert nobody.ask("unary", guarded.door, "Trace", {"name": name})["code"] == "NOT_FOUND"
     assert own.get(started.id).state == cpb.Container.ENDED
 
 
@@ -336,13 +349,15 @@ def test_without_a_good_certificate_no_call_comes_in(guarded: Guarded, tmp_path:
         "wrong authority": Authority(tmp_path).issue("far", uri="spiffe://tests/far"),
         "expired": guarded.authority.issue("old", uri="spiffe://tests/far", days=-1),
     }
-    before = guarded.logs().count("no handshake")
+    before = guarded.refusals("tls", "UNAUTHENTICATED")
     for calls in guarded.calls(identities[kind]):
         for call in (lambda: calls.containerizer.List(cpb.ListRequest(), timeout=10), calls.leases):  # noqa: B023
             with pytest.raises(grpc.RpcError) as caught:
                 call()
             assert code(caught.value) is grpc.StatusCode.UNAVAILABLE
-    until(lambda: guarded.logs().count("no handshake") >= before + 2, "both services have logged it")
+    after = guarded.refusals("tls", "UNAUTHENTICATED")
+    assert all(now > then for now, then in zip(after, before, strict=True)), (before, after)
+    assert guarded.logs().count("refused: door tls, UNAUTHENTICATED") >= 2
 
 
 def test_a_certificate_of_nobody_is_told_so(guarded: Guarded) -> None:
