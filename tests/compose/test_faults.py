@@ -6,6 +6,8 @@ on the host are cgroups, which the next start has to find by its journal.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -16,7 +18,7 @@ from tests.compose.engine import docker
 from tests.compose.rig import Rig
 from tests.harness import census
 from tests.harness.calls import FULL_SPEC, code, fresh_name
-from tests.harness.waiting import Answer, until
+from tests.harness.waiting import Answer, await_end, until
 from tightship.v1 import containerizer_pb2 as cpb
 from tightship.v1 import switchboard_pb2 as spb
 
@@ -61,7 +63,7 @@ def test_mesos_9502_incident_a_on_demand(faulty: Rig, point: str, stopped: bool)
     assert calls.run(["/bin/true"], parent).code == 0, "the name is free"
 
 
-@pytest.mark.parametrize("how", ["stop", "kill", "restart"])
+@pytest.mark.parametrize("how", ["stop", "restart", "kill", "crash"])
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_ends_with_contained_work_running(faulty: Rig, service: str, how: str) -> None:
     calls = faulty.calls
@@ -79,19 +81,20 @@ def test_a_service_ends_with_contained_work_running(faulty: Rig, service: str, h
     faulty.await_healthy(service)
     faulty.await_ready()
 
+    killed = how in ("kill", "crash")
     survivors = calls.living()
     if service == "containerizer":
         # At a stop all goes; after a kill only a create is still there, since its cgroups are.
-        assert set(survivors) == ({made} if how == "kill" else set())
+        assert set(survivors) == ({made} if killed else set())
         assert not [pid for pid in inside if census.command(pid).startswith(("/bin/sleep", "/bin/sh"))]
         for one in (*detached, below):
             record = calls.wait(one.id)
-            assert record.reason == (cpb.Record.UNKNOWN if how == "kill" else cpb.Record.CANCELLED), record
+            assert record.reason == (cpb.Record.UNKNOWN if killed else cpb.Record.CANCELLED), record
             assert calls.lease(one.lease_id).state == spb.Lease.CLOSED
         assert b"begun\n" in calls.attach(detached[0].lease_id)[0][1], "its output outlives it"
     else:
         assert {made, below.name} <= survivors.keys(), "containers outlive the switchboard"
-    if service == "containerizer" and how == "kill":
+    if service == "containerizer" and killed:
         assert code(attached.error()) == grpc.StatusCode.UNAVAILABLE
     elif service == "containerizer":
         assert attached.exited().cancel_reason == "shutdown"
@@ -109,6 +112,41 @@ def test_a_service_ends_with_contained_work_running(faulty: Rig, service: str, h
     faulty.settle()
 
 
+@pytest.mark.parametrize(
+    "point",
+    [
+        "containerizer.launch.mkdir.memory.after",
+        "containerizer.launch.lease.after",
+        "spawner.clone.after",
+        "child.cgroups",
+        "containerizer.launch.commit.after",
+        "spawner.open.after",
+        "containerizer.undo.mkdir.memory.before",
+    ],
+)
+def test_a_crash_of_the_whole_container_in_the_middle_of_a_launch(faulty: Rig, point: str) -> None:
+    calls = faulty.calls
+    faulty.points.arm(point, "wait")
+    launching = calls.launch(["/bin/true"], name := fresh_name("cut"), FULL_SPEC)
+    faulty.points.await_hit(point)
+    _crash(faulty, "containerizer")
+    faulty.points.clear()
+    assert code(launching.error()) == grpc.StatusCode.UNAVAILABLE
+    faulty.await_ready()
+    faulty.settle()
+    assert calls.run(["/bin/true"], name, FULL_SPEC).code == 0, "the name is free"
+
+
+def _crash(rig: Rig, service: str) -> None:
+    """SIGKILL to the first process, as of the kernel's out-of-memory killer; returns when all of it is gone."""
+    pidfd = os.pidfd_open(rig.inspect(service)["State"]["Pid"])
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        await_end(pidfd, 20)
+    finally:
+        os.close(pidfd)
+
+
 def _end(rig: Rig, service: str, how: str) -> None:
     if how == "stop":
         _stop(rig, service)
@@ -116,6 +154,8 @@ def _end(rig: Rig, service: str, how: str) -> None:
     elif how == "kill":
         docker("kill", rig.container(service))
         docker("start", rig.container(service))
+    elif how == "crash":
+        _crash(rig, service)  # and the engine starts it again
     else:
         rig.compose("restart", service)
 
