@@ -25,7 +25,7 @@ import pytest
 from tests.harness.authority import Authority, Identity, channel
 from tests.harness.calls import Calls, code, fresh_name, info
 from tests.harness.meters import scrape, two_ports
-from tests.harness.pair import Pair
+from tests.harness.pair import SERVICES, Pair, Service
 from tests.harness.stranger import NOBODY, Stranger
 from tests.harness.waiting import until
 from tightship.common import acl
@@ -231,6 +231,40 @@ def test_a_named_peer_may_take_descriptors() -> None:
             assert other.connect(pair.run_dir / "fd.sock") == "PermissionError"
 
 
+# The user need not be able to read what is imported.
+AS_USER = """
+import os, sys
+from tightship.switchboard.__main__ import main
+uid = int(sys.argv[1])
+del sys.argv[1:4]
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+main()
+"""
+
+
+def test_a_switchboard_of_its_own_user_has_doors_too() -> None:
+    uid = 4242
+    with tempfile.TemporaryDirectory(prefix="ts", dir="/tmp") as directory, Stranger() as nobody:
+        Path(directory).chmod(0o755)
+        clients = Path(directory, "clients.toml")
+        clients.write_text(CLIENTS)
+        pair = Pair({"TIGHTSHIP_CLIENTS": str(clients), "TIGHTSHIP_PEER_UID": "0"})
+        os.chown(pair.run_dir, uid, uid)
+        pair.commands["switchboard"][1:1] = ["-c", AS_USER, str(uid)]
+        with pair:
+            pair.calls.create("/ci")
+            assert Path(f"/proc/{pair.pid('switchboard')}").stat().st_uid == uid
+            ci, new = str(pair.run_dir / "clients/ci"), str(pair.run_dir / "clients/new")
+            assert nobody.ask("run", ci, ["/bin/echo", "hi"], "/ci/x")["stdout"] == "hi\n"
+            clients.write_text(CLIENTS + f'[[client]]\nname = "new"\nuid = {NOBODY}\nprefixes = ["/ci"]\n')
+            for service in ("containerizer", "switchboard"):
+                hang_up(pair, service)
+                until(Path(new, f"{service}.sock").exists, f"the {service} has the new door")
+            assert nobody.ask("run", new, ["/bin/echo", "hi"], "")["stdout"] == "hi\n"
+
+
 # A client of some names
 
 
@@ -389,8 +423,8 @@ def test_a_client_is_added_and_taken_out_by_sighup(guarded: Guarded) -> None:
         until(lambda: listed(calls) is grpc.StatusCode.UNAUTHENTICATED, "the guest is out")  # noqa: B023
 
 
-def hang_up(pair: Pair) -> None:
-    for service in ("containerizer", "switchboard"):
+def hang_up(pair: Pair, *services: Service) -> None:
+    for service in services or SERVICES[1:]:
         os.kill(pair.pid(service), signal.SIGHUP)  # the test's own pair
 
 

@@ -126,10 +126,13 @@ class Doors:
         settings = self._settings
         settings.check()
         entries = settings.entries()
-        if settings.group is not None:
-            with _config(f"--group: run directory {self._run.path}"):
-                os.chown(self._run.path, -1, settings.group)
-        await self._serving.start(gid=settings.group)
+        if settings.group is None:
+            await self._serving.start()
+        else:
+            with _config(f"--group: gid {settings.group} for {self._run.path} and the socket in it"):
+                if os.stat(self._run.path).st_gid != settings.group:
+                    os.chown(self._run.path, -1, settings.group)
+                await self._serving.start(gid=settings.group)
         if settings.clients is not None:
             self._remove_stale()
             await self._open_clients(entries)
@@ -212,13 +215,14 @@ class Doors:
         return Door(rights, server, path)
 
     def _make_directory(self, path: Path) -> None:
-        """To be walked through by whoever got past the run directory; ours, and the pair's where that is a group's."""
+        """To be walked through by whoever got past the run directory, and written by whoever writes that."""
         above = os.stat(self._run.path)
         try:
-            path.mkdir()
+            path.mkdir(_WALKABLE)
         except FileExistsError:
             return
-        os.chown(path, -1, above.st_gid)
+        if (above.st_uid, above.st_gid) != (os.geteuid(), os.getegid()):
+            os.chown(path, above.st_uid if os.geteuid() == 0 else -1, above.st_gid)
         os.chmod(path, _WALKABLE | (above.st_mode & stat.S_IWGRP))
 
     def _let_through(self, uids: Sequence[int]) -> None:
