@@ -203,3 +203,26 @@ def test_a_dead_collector_holds_nobody(env: pytest.MonkeyPatch) -> None:
         tracer.shutdown(0.3)
         assert emitted < 5
         assert time.monotonic() - begun < emitted + 5
+
+
+def test_what_is_lost_is_counted_and_told_twice(
+    env: pytest.MonkeyPatch, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        env.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        env.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+        env.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+        env.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+        env.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+        tracer = Tracer.from_environment("x")
+        for _ in range(500):
+            tracer.emit(tracer.context(), None, "n", 1, 2)
+        assert tracer.dropped  # what the queue had no place for
+        end = time.monotonic() + 30
+        while tracer.dropped < 500:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    tracer.shutdown(5)
+    told = [record.message for record in caplog.records if record.name == "tightship.telemetry"]
+    assert told == ["spans can't be exported, and are dropped until the collector answers"]

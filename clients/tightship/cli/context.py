@@ -78,7 +78,7 @@ def connect(directory: str) -> AsyncClient:
     from tightship.client import AsyncClient
 
     # Of a dead collector one line is enough.
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     return AsyncClient(directory, patience_s=5.0)
 
 

@@ -5,6 +5,7 @@ Imported only where tracing is on: it needs the SDK.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 Present = dict[str, str | bool | int | float | Sequence[str]]
+
+_log = logging.getLogger("tightship.telemetry")
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _ANY = SpanContext(1, 1, is_remote=False, trace_flags=_SAMPLED)
@@ -40,6 +43,8 @@ class BuildingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter, resource: Resource, scope: InstrumentationScope) -> None:
         self.taken = 0
         self.failed = 0
+        self._told = 0
+        """`failed` when the last export succeeded."""
         self._exporter = exporter
         self._resource = resource
         self._scope = scope
@@ -51,6 +56,11 @@ class BuildingExporter(SpanExporter):
         result = self._exporter.export(built)
         if result is SpanExportResult.SUCCESS:
             self.failed -= len(spans)
+            if self.failed != self._told:
+                _log.warning("spans are exported again; %d were lost", self.failed - self._told)
+                self._told = self.failed
+        elif self.failed - self._told == len(spans):  # the first time
+            _log.warning("spans can't be exported, and are dropped until the collector answers")
         return result
 
     def shutdown(self) -> None:

@@ -30,6 +30,8 @@ def set_up(service: str, level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(service) if form == "json" else _Text(service))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    # Of a collector that is away tightship.telemetry tells when, and for how long; this two lines for each try.
+    logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
 
 
 class _Text(logging.Formatter):
