@@ -174,12 +174,16 @@ def raised() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise TightshipError.of(error) from None
+        failed = TightshipError.of(error)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise TightshipError(grpc.StatusCode.CANCELLED, "the call was ended by this client") from None
+        failed = TightshipError(grpc.StatusCode.CANCELLED, "the call was ended by this client")
+    else:
+        return
+    # Raised here, it has no context: that would keep the call, and the call its connection, as long as the error lives.
+    raise failed
 
 
 def _number(text: str | None) -> int | None:

@@ -34,6 +34,8 @@ OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 262144),
     ("grpc.so_reuseport", 0),
+    # What asks every 10 s or slower whether we are there is no flood, though nothing is said in between.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 )
 
 
