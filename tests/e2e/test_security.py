@@ -568,3 +568,41 @@ def claim_badly(path: Path, token: bytes) -> None:
 def leaks(token: bytes, text: str) -> bool:
     forms = (token.hex(), base64.b64encode(token).decode().rstrip("="), repr(token)[2:-1], str(list(token))[1:-1])
     return any(form[:32] in text for form in forms)
+
+
+# The rest of the pair beside doors
+
+
+def test_the_audit_knows_the_doors_descriptors(guarded: Guarded, far: Calls, nobody: Stranger) -> None:
+    launching = far.launch(["/bin/sleep", "100"], "/far/audited")
+    started = launching.started()
+    nobody.ask("list", guarded.door)
+    found = guarded.pair.calls.containerizer.Audit(cpb.AuditRequest(), timeout=30)
+    assert not found.findings
+    assert far.get(started.id).state == cpb.Container.RUNNING
+    launching.cancel()
+
+
+def test_an_embedded_pair_takes_no_doors_of_another() -> None:
+    done = tightship(
+        {"TIGHTSHIP_RUN_DIR": "/tmp/no-such-run-dir", "TIGHTSHIP_CONTAINERIZER_LISTEN": "0.0.0.0:1",
+         "TIGHTSHIP_CLIENTS": "/no/such/file", "TIGHTSHIP_GROUP": "no-such-group"},
+        "run", "--", "/bin/echo", "alone",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "alone\n"), done.stderr
+
+
+def test_up_passes_the_settings_on_and_tells_what_is_wrong(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="ts", dir="/tmp") as directory:
+        run_dir = f"{directory}/r"
+        (tmp_path / "clients.toml").write_text("[[client]]\nname = 1\n")
+        environment = {"TIGHTSHIP_RUN_DIR": run_dir, "TIGHTSHIP_CLIENTS": str(tmp_path / "clients.toml")}
+        wrong = tightship(environment, "up", "-d")
+        assert wrong.returncode == 14 and "client[0].name" in wrong.stderr, wrong.stderr
+        (tmp_path / "clients.toml").write_text(CLIENTS)
+        up = tightship(environment, "up", "-d")
+        try:
+            assert up.returncode == 0, up.stderr
+            assert Path(run_dir, "clients/ci/switchboard.sock").is_socket()
+        finally:
+            tightship(environment, "down")
