@@ -15,9 +15,15 @@ import pytest
 
 from tests.harness.pair import ROOT, Pair
 
-_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+def _blocks(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+_BLOCKS = _blocks("README.md")
 _SHELL = [text for language, text in _BLOCKS if language == "sh" and "tightship" in text]
-_PYTHON = [text for language, text in _BLOCKS if language == "python"]
+_PYTHON = [(text, "3\n") for language, text in _BLOCKS if language == "python"]
+_PYTHON += [(text, "EXEC_FAILED exec ENOENT\n") for language, text in _blocks("docs/api.md") if language == "python"]
 _STORIES = re.findall(
     r"^```sh\n(.*?)^```\n\n```tree\n(.*?)^```$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE | re.DOTALL
 )
@@ -59,8 +65,8 @@ def _spans(drawn: str) -> set[str]:
     return {each for each in spans if "mkdir." not in each}
 
 
-@pytest.mark.parametrize("program", _PYTHON)
-def test_python(pair: Pair, program: str) -> None:
+@pytest.mark.parametrize(("program", "last_words"), _PYTHON)
+def test_python(pair: Pair, program: str, last_words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**pair.environment, "TIGHTSHIP_RUN_DIR": str(pair.run_dir)},
@@ -70,7 +76,7 @@ def test_python(pair: Pair, program: str) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("3\n")
+    assert done.stdout.endswith(last_words)
 
 
 def test_the_two_commands_of_the_top() -> None:
