@@ -33,7 +33,8 @@ def base() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def counts() -> Iterator[Counter[tuple[str, str]]]:
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
+    monkeypatch.setattr(refused._Lines, "second", 0)  # the lines of a test before are not this one's
     refused.counts.clear()
     yield refused.counts
     refused.counts.clear()
