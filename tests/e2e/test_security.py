@@ -143,7 +143,7 @@ def test_every_socket_directory_and_file_has_its_mode(guarded: Guarded) -> None:
         (r"logs(/[0-9a-f]+)?", stat.S_IFDIR, 0o700),
         (r"logs/leases\.db(-wal|-shm)?", stat.S_IFREG, 0o600),
         (r"logs/[0-9a-f]+/(stdout|stderr)", stat.S_IFREG, 0o600),
-        (r"clients(/(ci|far|\.strangers))?", stat.S_IFDIR, 0o711),
+        (r"clients(/(ci|far|guest|\.strangers))?", stat.S_IFDIR, 0o711),
         (r"clients/ci/(containerizer|switchboard)\.sock", stat.S_IFSOCK, 0o660),  # the mask of its access list
         (r"clients/(far|\.strangers)/(containerizer|switchboard)\.sock", stat.S_IFSOCK, 0o600),
         (r"fp", stat.S_IFDIR, 0o755),  # of these tests
