@@ -150,6 +150,17 @@ def test_a_peer_that_dawdles_holds_nothing(measured: Pair, port: int) -> None:
         assert dawdling.recv(100) == b""  # cut off
 
 
+def test_a_peer_that_dawdles_holds_no_end() -> None:
+    port = two_ports()
+    with Pair({"TIGHTSHIP_METRICS": f"127.0.0.1:{port}"}) as pair:
+        with socket.create_connection(("127.0.0.1", port + 1)), socket.create_connection(("127.0.0.1", port)):
+            pair.stop("spawner")
+            pair.stop("switchboard")
+        log = pair.log_tail()
+    assert "Traceback" not in log
+    assert "killed" not in log
+
+
 def test_otlp_gets_the_same_and_the_last_at_the_end() -> None:
     with MetricsCollector() as collector:
         asked = {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": collector.endpoint, "OTEL_METRIC_EXPORT_INTERVAL": "3600000"}

@@ -32,13 +32,11 @@ _log = logging.getLogger(__name__)
 
 class On(Metrics):
     def __init__(self, service: str, where: Address | None, told: Sequence[Series | Timed]) -> None:
-        readers: list[MetricReader] = []
+        readers = [_exporting()] if wanted_by_otlp() else []
         self._server: _Server | None = None
         if where is not None:
             self._server, reader = _prometheus(where)
             readers.append(reader)
-        if wanted_by_otlp():
-            readers.append(_exporting())
         self._provider = MeterProvider(metric_readers=readers, resource=resource(service), shutdown_on_exit=False)
         meter = self._provider.get_meter("tightship")
         for each in told:
@@ -55,12 +53,15 @@ class On(Metrics):
             self._server.begin()
 
     def stop(self, timeout_s: float) -> None:
-        if self._server is not None:
-            self._server.end()
-        # The SDK's own bound is longer; a daemon thread that is still in it does not hold the process.
-        thread = threading.Thread(target=self._provider.shutdown, name="metrics-shutdown", daemon=True)
+        # A scrape that dawdles and the SDK have longer bounds; a daemon thread still in them does not hold the process.
+        thread = threading.Thread(target=self._end, name="metrics-shutdown", daemon=True)
         thread.start()
         thread.join(timeout_s)
+
+    def _end(self) -> None:
+        self._provider.shutdown()
+        if self._server is not None:
+            self._server.end()
 
 
 def _callback(series: Series) -> Callable[[CallbackOptions], Iterable[Observation]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tightship.common.rundir import RunDirError
@@ -78,13 +79,23 @@ def look(instance: str) -> Machine:
             chosen[controller] = (mount, controller)
     if not chosen or (v2 is None and "freezer" not in chosen):
         raise RunDirError("no cgroup tree to track processes in: mount cgroup2 or the v1 freezer")
-    hierarchies = tuple(_base(mount, name, instance) for mount, name in chosen.values())
-    return Machine(instance, process.boot_id(), hierarchies, _oom_floor(), _cpus())
+    hierarchies: list[Hierarchy] = []
+    try:
+        for mount, name in chosen.values():
+            hierarchies.append(_base(mount, name, instance))
+    except RunDirError:
+        _remove(hierarchies)
+        raise
+    return Machine(instance, process.boot_id(), (*hierarchies,), _oom_floor(), _cpus())
 
 
 def leave(machine: Machine) -> None:
     """Removes the base levels that are empty; others stay."""
-    for each in machine.hierarchies:
+    _remove(machine.hierarchies)
+
+
+def _remove(hierarchies: Iterable[Hierarchy]) -> None:
+    for each in hierarchies:
         for path in (each.base, os.path.dirname(each.base)):
             with contextlib.suppress(OSError):
                 os.rmdir(path)
