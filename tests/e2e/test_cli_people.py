@@ -285,6 +285,18 @@ def test_doctor_tells_what_is_there(pair: Pair) -> None:
     assert "\x1b" not in text.stdout
 
 
+def test_doctor_asks_services_that_are_elsewhere(pair: Pair, tmp_path: Path) -> None:
+    at = {f"TIGHTSHIP_{name.upper()}": f"{pair.run_dir}/{name}.sock" for name in ("containerizer", "switchboard")}
+    env = pair.environment | at | {"TIGHTSHIP_RUN_DIR": str(tmp_path)}
+    asked = subprocess.run(
+        [*TIGHTSHIP, "doctor", "--json"], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    found = {each["what"]: each for each in json.loads(asked.stdout)["findings"]}
+    assert found["switchboard"]["state"] == "ok"
+    assert found["switchboard"]["found"].endswith(f"at {pair.run_dir}/switchboard.sock")
+    assert "switchboard.sock" not in found
+
+
 def test_doctor_leaves_nothing(pair: Pair) -> None:
     """Its cgroups, under a name that is known here, are there while it looks and gone afterwards."""
     name = os.urandom(4).hex()

@@ -22,7 +22,7 @@ import click
 
 from tightship.cli import failure, style, supervisor, tables
 from tightship.cli.context import Options, common, print_json
-from tightship.client.where import answers, socket_of
+from tightship.client.where import address, answers, socket_of
 
 _MARKS = {"ok": "ok", "note": "note", "warn": "warn", "missing": "MISSING"}
 _LOOKS = {"ok": "green", "note": "cyan", "warn": "yellow", "missing": "red"}
@@ -124,7 +124,8 @@ def _directory(directory: str) -> Iterator[Finding]:
     step = "" if free >= _FREE_MIN else "make room: journal and output are there (output: --log-dir of the switchboard)"
     yield Finding(group, "free space", "warn" if step else "ok", f"{free >> 20} MiB", step)
     for name in _SOCKETS:
-        yield from _socket(group, directory, name)
+        if name not in _SERVICES or address(directory, name) == socket_of(directory, name):
+            yield from _socket(group, directory, name)
 
 
 def _socket(group: str, directory: str, name: str) -> Iterator[Finding]:
@@ -180,7 +181,9 @@ def _health(group: str, directory: str, name: str) -> Finding:
     except TightshipError as error:
         step = "look whether it runs, and into its log: service.log in the run directory, or its stderr"
         return Finding(group, name, "missing", f"{error.code.name}: {error.message}", step)
+    at = address(directory, name)
     told = f"{'serves' if state == 'SERVING' else state}, version {version}"
+    told += "" if at == socket_of(directory, name) else f", at {at}"
     if state != "SERVING":
         return Finding(group, name, "missing", told, "wait for its peers; its log says more: service.log, or stderr")
     ours = _version()

@@ -86,6 +86,10 @@ protos/tightship/v1/spec.proto."""
 
 _ENVIRONMENT = """\
   TIGHTSHIP_RUN_DIR        the run directory, where --run-dir is not given; /run/tightship
+  TIGHTSHIP_CONTAINERIZER  HOST:PORT, or the path of a socket, to use instead of those in the run directory; likewise
+  TIGHTSHIP_SWITCHBOARD
+  TIGHTSHIP_TLS_CA         by TCP: a PEM file with whom to trust; TIGHTSHIP_TLS_CERT and TIGHTSHIP_TLS_KEY: our own
+                           certificate and key
   TIGHTSHIP_METRICS        HOST:PORT at which the containerizer serves metrics to Prometheus; the switchboard takes the
                            next port
   TIGHTSHIP_LOG_FORMAT     text or json: the services' lines on stderr
