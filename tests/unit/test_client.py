@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tightship.client import AsyncClient, Client, TightshipError, requests
+from tightship.client import AsyncClient, Cancelled, Client, DeadlineExceeded, NotFound, TightshipError, requests
 from tightship.common.errors import ServiceError, abort
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2, switchboard_pb2
@@ -128,6 +129,66 @@ async def test_errors_carry_what_the_service_tells(fake: Fake, client: AsyncClie
     assert (error.code, error.number, error.reason, error.message) == (Code.INVALID_ARGUMENT, 3, "BAD_SPEC", "no")
     assert (error.field, error.file, error.errno, error.line, error.column) == ("spec", "f", "EINVAL", 2, 7)
     assert fake.count("Create") == 1
+
+
+async def test_an_error_is_of_its_codes_class_and_can_be_sent_on(fake: Fake, client: AsyncClient) -> None:
+    fake.on("Get", failing(Code.NOT_FOUND, "NO_SUCH", 1.5, name="/a"))
+    with pytest.raises(NotFound) as caught:
+        await client.get("/a")
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert type(sent) is NotFound
+    assert (sent.code, sent.message, sent.reason) == (Code.NOT_FOUND, "no", "NO_SUCH")
+    assert (sent.metadata, sent.retry_after) == ({"name": "/a"}, 1.5)
+    assert type(TightshipError(Code.DATA_LOSS, "x")) is TightshipError
+
+
+async def test_a_pending_cleanup_comes_with_its_error(fake: Fake, client: AsyncClient) -> None:
+    async def destroy(request: Any, context: Any) -> Any:
+        error = ServiceError(Code.DEADLINE_EXCEEDED, "CLEANUP_PENDING", "goes on")
+        error.details.append(pb.Cleanup(left=["cgroup /x"]))
+        await abort(context, error)
+
+    fake.on("Destroy", destroy)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await client.destroy("/a")
+    assert caught.value.cleanup is not None
+    assert [*caught.value.cleanup.left] == ["cgroup /x"]
+
+
+async def test_one_deadline_over_all_attempts(fake: Fake) -> None:
+    left: list[float] = []
+
+    async def listing(request: Any, context: Any) -> Any:
+        left.append(context.time_remaining())
+        if len(left) < 3:
+            await asyncio.sleep(0.1)
+            await failing(Code.UNAVAILABLE, "RECOVERING", 0.01)(request, context)
+        return pb.ListResponse()
+
+    fake.on("List", listing)
+    async with AsyncClient(str(fake.directory), timeout_s=3.0) as client:
+        await client.list()
+    # On the wire a time-out is rounded up, to some hundredths of it.
+    assert left[0] > left[1] + 0.05 > left[2] + 0.1, left
+
+
+async def test_a_client_of_the_past(fake: Fake) -> None:
+    client = AsyncClient(str(fake.directory))
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.get("/a")
+
+
+def test_a_client_of_another_loop(tmp_path: Path) -> None:
+    client = AsyncClient(str(tmp_path))
+
+    async def use() -> None:
+        await client.get("/a")
+
+    with pytest.raises(TightshipError):
+        asyncio.run(use())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(use())
 
 
 async def test_a_plain_grpc_error_too(fake: Fake, client: AsyncClient) -> None:
@@ -332,6 +393,31 @@ async def test_a_refused_launch_is_repeated_as_the_same(fake: Fake, client: Asyn
     assert first == second
 
 
+async def test_a_failure_that_was_told_is_not_told_again(fake: Fake, client: AsyncClient) -> None:
+    async def launch(request: Any, context: Any) -> AsyncIterator[pb.LaunchResponse]:
+        yield STARTED
+        yield EXITED
+        await failing(Code.DEADLINE_EXCEEDED, "CLEANUP_PENDING")(request, context)
+
+    fake.on("Launch", launch)
+    async with client.launch(["x"]) as launched:
+        with pytest.raises(DeadlineExceeded):
+            await launched.wait()
+        assert (await launched.exited()).exit_code == 3
+    with pytest.raises(DeadlineExceeded):
+        async with client.launch(["x"]) as launched:
+            await launched.exited()
+
+
+async def test_waits_take_time_outs(fake: Fake, client: AsyncClient) -> None:
+    held = Held(fake)
+    async with client.launch(["sleep", "60"]) as launched:
+        for waiting in (launched.wait, launched.exited, launched.gone):
+            with pytest.raises(TimeoutError):
+                await waiting(0.05)
+        assert not held.cancelled.is_set()
+
+
 async def test_detached(fake: Fake, client: AsyncClient) -> None:
     async def wait(request: Any, context: Any) -> pb.WaitResponse:
         return pb.WaitResponse(record=pb.Record(id=request.name, exit_code=5))
@@ -340,6 +426,8 @@ async def test_detached(fake: Fake, client: AsyncClient) -> None:
     fake.on("Wait", wait)
     async with client.launch(["x"], detach=True) as launched:
         assert (await launched.wait()).exit_code == 5
+        with pytest.raises(RuntimeError, match="detached"):
+            await launched.gone()
     assert [name for name, _ in fake.calls] == ["Launch", "Wait"]
 
 
@@ -400,6 +488,34 @@ async def test_an_output_that_is_left_early_ends_its_call(fake: Fake, client: As
         break
     async with asyncio.timeout(10):
         await ended.wait()
+
+
+async def test_output_that_breaks_off_is_not_taken_for_whole(fake: Fake, client: AsyncClient) -> None:
+    async def attach(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield data(0, b"half")
+
+    fake.on("Launch", answering(STARTED, EXITED, GONE))
+    fake.on("AttachOutput", attach)
+    async with client.launch(["x"]) as launched:
+        with pytest.raises(TightshipError, match="DATA_LOSS"):
+            async for _ in launched.output():
+                pass
+        assert [chunk.next_offset async for chunk in launched.output(follow=False)] == [4]
+
+
+async def test_input_after_a_write_that_was_cancelled(fake: Fake, client: AsyncClient) -> None:
+    async def attach(requests: Any, context: Any) -> Any:
+        await asyncio.sleep(60)
+
+    fake.on("Launch", answering(STARTED, EXITED, GONE))
+    fake.on("AttachInput", attach)
+    async with client.launch(["cat"], stdin=True) as launched:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                while True:  # nobody reads: flow control holds it
+                    await launched.write(b"x" * 1_000_000)
+        with pytest.raises(Cancelled):
+            await launched.write(b"more")
 
 
 async def test_input_to_its_end(fake: Fake, client: AsyncClient) -> None:

@@ -88,6 +88,8 @@ class AsyncClient:
             "switchboard": switchboard or channel.target(self.directory, "switchboard"),
         }
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._containerizer: ContainerizerServiceAsyncStub | None = None
+        self._switchboard: SwitchboardServiceAsyncStub | None = None
         forks.note(self, self._targets.values())
 
     async def __aenter__(self) -> Self:
@@ -104,20 +106,25 @@ class AsyncClient:
         for opened in self._channels.values():
             await opened.close()
         self._channels.clear()
-        self.__dict__.pop("containerizer", None)
-        self.__dict__.pop("switchboard", None)
+        self._containerizer = self._switchboard = None
         if self.tracer.enabled and self._owns_tracer:
             await asyncio.to_thread(self.tracer.shutdown, 1.0)
 
-    @functools.cached_property
+    @property
     def containerizer(self) -> ContainerizerServiceAsyncStub:
         """The stub, for calls that this class has no method for: they have no deadline and raise AioRpcError."""
-        return ContainerizerServiceStub(self._channel("containerizer"))
+        self._check()
+        if self._containerizer is None:
+            self._containerizer = ContainerizerServiceStub(self._channel("containerizer"))
+        return self._containerizer
 
-    @functools.cached_property
+    @property
     def switchboard(self) -> SwitchboardServiceAsyncStub:
         """The stub, likewise."""
-        return SwitchboardServiceStub(self._channel("switchboard"))
+        self._check()
+        if self._switchboard is None:
+            self._switchboard = SwitchboardServiceStub(self._channel("switchboard"))
+        return self._switchboard
 
     # Launching
 
@@ -311,14 +318,18 @@ class AsyncClient:
         target = self._targets["containerizer" if method.startswith("Containerizer") else "switchboard"]
         return CallSpan(self.tracer, f"tightship.v1.{method}", parent, target)
 
-    def _channel(self, service: str) -> grpc.aio.Channel:
+    def _check(self) -> None:
+        """Raises RuntimeError where this client can't be used."""
         forks.check()
         if self._closed:
             raise RuntimeError("the client is closed")
-        if self._loop is not asyncio.get_running_loop():
-            if self._loop is not None:
-                raise RuntimeError("the client belongs to another event loop")
+        if self._loop is None:
             self._loop = asyncio.get_running_loop()
+        elif self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("the client belongs to another event loop")
+
+    def _channel(self, service: str) -> grpc.aio.Channel:
+        self._check()
         if service not in self._channels:
             self._channels[service] = channel.connect(self._targets[service], self._credentials)
         return self._channels[service]
