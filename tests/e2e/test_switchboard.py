@@ -239,6 +239,16 @@ class Client:
         _, streams = fdframes.read_fds(answer.payload)
         return dict(zip(streams, fds, strict=True))
 
+    def take(self, token: bytes, owner: Session, lease_id: str, **fields: Any) -> dict[Stream, int]:
+        """Has the lease made, and claims it."""
+        acquire = pb.AcquireRequest(
+            lease_id=lease_id, owner="owner", session=owner.welcome.session, labels={"name": "/a"}, **fields
+        )
+        answer, fds = self.call(fdframes.take(self.next(), token, "", acquire.SerializeToString()))
+        if answer.type is not Type.FDS:
+            raise Refused(*fdframes.read_error(answer.payload))
+        return dict(zip(fdframes.read_fds(answer.payload)[1], fds, strict=True))
+
     def bind(self, token: bytes, pidfd: int) -> None:
         self._ok(fdframes.bind(self.next(), token), (pidfd,))
 
@@ -671,21 +681,65 @@ def test_a_repeated_acquire_is_the_same_lease(board: Board) -> None:
 # fd.sock
 
 
-def test_a_claim_may_overtake_the_acquire_of_its_lease(board: Board) -> None:
-    tokens = [os.urandom(fdframes.TOKEN_SIZE) for _ in range(8)]
+def test_a_take_makes_a_lease_of_its_owners_session_and_claims_it(board: Board) -> None:
+    owner = Session(board)
     with contextlib.closing(board.client()) as client:
-        for token in tokens:
-            client.send(fdframes.claim(client.next(), token).encode())
-        # What comes behind them on the connection is not held up.
-        fdpass.close_all(list(client.claim(board.acquire("in-time").token).values()))
-        for number, token in enumerate(tokens):
-            board.acquire(f"early-{number}", token=token)
-        claims = [client.receive() for _ in tokens]
-        assert all(answer.type is Type.FDS and len(fds) == 2 for answer, fds in claims)
-        for _, fds in claims:
-            fdpass.close_all(fds)
-    with contextlib.closing(board.client()) as client, pytest.raises(Refused):
-        client.claim(os.urandom(fdframes.TOKEN_SIZE))
+        assert client.version == fdframes.VERSION
+        token = os.urandom(fdframes.TOKEN_SIZE)
+        ends = client.take(token, owner, "taken-1", stdin=True)
+        assert set(ends) == {Stream.STDIN, Stream.STDOUT, Stream.STDERR}
+        lease = board.lease("taken-1")
+        assert (lease.state, lease.owner) == (pb.Lease.CLAIMED, "owner")
+        assert lease.labels == {"name": "/a"}
+        fdpass.close_all(list(ends.values()))
+        with pytest.raises(Refused):
+            client.take(token, owner, "taken-1", stdin=True)
+        # The end of the owner is the end of what it has not bound.
+        client.take(os.urandom(fdframes.TOKEN_SIZE), owner, "taken-2")
+        owner.end()
+        board.await_state("taken-1", pb.Lease.CLOSED)
+        assert board.await_state("taken-2", pb.Lease.CLOSED).end_reason == "owner gone"
+
+
+def test_a_take_for_a_session_that_is_over_or_an_id_that_was_ended_makes_nothing(board: Board) -> None:
+    owner = Session(board)
+    with contextlib.closing(board.client()) as client:
+        board.stub.Release(pb.ReleaseRequest(lease_id="over-1"))
+        with pytest.raises(Refused) as refused:
+            client.take(os.urandom(fdframes.TOKEN_SIZE), owner, "over-1")
+        assert refused.value.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+        owner.end()
+        until(lambda: owner.error is not None or not owner.thread.is_alive())
+        with pytest.raises(Refused) as refused:
+            client.take(os.urandom(fdframes.TOKEN_SIZE), owner, "over-2")
+        assert refused.value.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+        with pytest.raises(grpc.RpcError) as unknown:
+            board.lease("over-2")
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_of_100_takes_of_one_lease_one_wins(board: Board) -> None:
+    owner = Session(board)
+    token = os.urandom(fdframes.TOKEN_SIZE)
+    clients = [board.client() for _ in range(10)]
+    won: list[dict[Stream, int]] = []
+
+    def take(client: Client) -> None:
+        for _ in range(10):
+            with contextlib.suppress(Refused):
+                won.append(client.take(token, owner, "contested"))
+
+    threads = [threading.Thread(target=take, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    fdpass.close_all(list(won[0].values()))
+    for client in clients:
+        client.close()
+    board.await_state("contested", pb.Lease.CLOSED)
+    owner.end()
 
 
 def test_of_100_takers_of_one_token_one_wins(board: Board) -> None:
@@ -716,7 +770,7 @@ def test_of_100_takers_of_one_token_one_wins(board: Board) -> None:
 def header(**changes: Any) -> bytes:
     fields: dict[str, Any] = {
         "magic": b"TSFD",
-        "version": 1,
+        "format": 1,
         "type": 2,
         "fds": 0,
         "zero": 0,
@@ -730,13 +784,14 @@ def header(**changes: Any) -> bytes:
 BAD = {
     "a short packet": (b"TSFD", 0),
     "a wrong magic": (header(magic=b"TSFE"), 0),
-    "a wrong version": (header(version=2), 0),
+    "a wrong format": (header(format=2), 0),
     "an unknown type": (header(type=9), 0),
     "an answer as a request": (header(type=128, length=0), 0),
     "request 0": (header(request=0), 0),
     "a wrong length": (header()[:-1], 0),
     "a payload of the wrong size": (header(length=5), 0),
-    "too long": (header(length=1025), 0),
+    "too long": (header(length=fdframes.PAYLOAD_MAX + 1), 0),
+    "a TAKE of no Acquire": (header(type=6, length=96)[:-9] + b"\xff" * 9, 0),
     "much too long, truncated": (header(length=100_000), 0),
     "a second HELLO": (fdframes.hello(9).encode(), 0),
     "a surplus descriptor": (header(), 1),

@@ -25,12 +25,15 @@ BUDGET_S = 10.0
 
 # Point to the state of the lease while the launch is held there.
 HELD = {
-    "containerizer.launch.lease.after": spb.Lease.OFFERED,
-    "spawner.claim.before": spb.Lease.OFFERED,
+    "switchboard.acquire.after": spb.Lease.OFFERED,
+    "switchboard.claim.before": spb.Lease.OFFERED,
+    "switchboard.claim.after": spb.Lease.CLAIMED,
     "spawner.claim.after": spb.Lease.CLAIMED,
     "spawner.clone.after": spb.Lease.CLAIMED,
     "spawner.ready.after": spb.Lease.BOUND,
-    "containerizer.launch.spawn.after": spb.Lease.BOUND,
+    "containerizer.launch.spawn.after": spb.Lease.CLAIMED,
+    "containerizer.launch.commit.after": spb.Lease.CLAIMED,
+    "spawner.open.before": spb.Lease.BOUND,
     "child.gate": spb.Lease.BOUND,
 }
 
@@ -54,8 +57,9 @@ def test_mesos_9502_a_cancelled_launch_ends_with_everything_closed(
     faulty.points.arm(point, "wait")
     launching = calls.launch(["/bin/sh", "-c", "echo never; sleep 600"], parent + child, FULL_SPEC)
     faulty.points.await_hit(point)
+    # Held in the containerizer, the spawner is on its way still.
+    until(lambda: [one.state for one in calls.leases().values()] == [HELD[point]], f"the lease is {HELD[point]}")
     (lease,) = calls.leases().values()
-    assert lease.state == HELD[point]
     waiting = Answer(lambda: calls.wait(parent + child, timeout=3 * BUDGET_S))
 
     begun = time.monotonic()

@@ -21,6 +21,7 @@ from tightship.common.packets import Packet, receive_packet, send_packet
 from tightship.common.rundir import RunDir, seqpacket_listener
 from tightship.kernel import fdframes, fdpass, process
 from tightship.kernel.fdframes import ExitKind, Stream, Type
+from tightship.spawner import orders
 
 MAIN = Path(__file__).resolve().parents[2] / "services" / "tightship" / "spawner" / "__main__.py"
 EPOCH = "00112233aabbccdd"
@@ -37,6 +38,8 @@ class Peer:
         self.epoch = epoch
         self.mute: set[Type] = set()
         self.refuse: dict[Type, int] = {}
+        self.version = fdframes.VERSION
+        self.taken: list[bytes] = []
         self.bind_ms = 30_000
         self.frames: list[tuple[Type, bytes]] = []
         self.exits: dict[bytes, tuple[ExitKind, int]] = {}
@@ -137,8 +140,10 @@ class Peer:
         assert self._sock is not None
         match kind:
             case Type.HELLO:
-                fdpass.send(self._sock, fdframes.hello_ok(request, 1, self.epoch).encode())
-            case Type.CLAIM:
+                fdpass.send(self._sock, fdframes.hello_ok(request, self.version, self.epoch).encode())
+            case Type.CLAIM | Type.TAKE:
+                if kind is Type.TAKE:
+                    self.taken.append(fdframes.read_take(payload)[2])
                 self._hand_out(request, payload[: fdframes.TOKEN_SIZE])
             case Type.EXIT:
                 token, how, value = fdframes.read_exit(payload)
@@ -174,8 +179,10 @@ class Client:
         self._id = 0
         self._replies: dict[int, Packet] = {}
         self.events: list[Packet] = []
+        self.closed: list[str] = []
+        """Launches whose lease was told as closed."""
         if hello:
-            self.greeting = self.call("HELLO", version=1, lowest=1)
+            self.greeting = self.call("HELLO", version=orders.VERSION, lowest=1)
             assert self.greeting["ok"], self.greeting
 
     def close(self) -> None:
@@ -185,6 +192,9 @@ class Client:
         self._id += 1
         send_packet(self.sock, {"id": self._id, "op": op, **fields})
         return self._id
+
+    def tell(self, op: str, **fields: Any) -> None:
+        send_packet(self.sock, {"id": 0, "op": op, **fields})
 
     def reply(self, number: int) -> Packet:
         while number not in self._replies:
@@ -214,10 +224,16 @@ class Client:
                     return event
             self._receive()
 
+    def await_closed(self, launch: str) -> None:
+        while launch not in self.closed:
+            self._receive()
+
     def _receive(self) -> None:
         packet = receive_packet(self.sock)
         assert packet is not None, "the spawner closed the connection"
-        if packet["id"] == 0:
+        if packet["id"] == 0 and packet["event"] == "closed":
+            self.closed.append(packet["launch"])
+        elif packet["id"] == 0:
             self.events.append(packet)
         else:
             self._replies[packet["id"]] = packet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import os
@@ -97,6 +98,7 @@ def test_a_command_runs_and_its_exit_is_told_to_both(rig: Rig) -> None:
     assert rig.peer.output(rig.token(launch), Stream.STDERR) == b"err\n"
     wait_until(lambda: rig.token(launch) in rig.peer.exits, "EXIT")
     assert rig.peer.exits[rig.token(launch)] == (ExitKind.EXITED, 3)
+    rig.client.await_closed(launch)
     assert rig.client.call("ACK", launch=launch)["ok"]
 
 
@@ -615,6 +617,92 @@ def test_audit_names_an_orphan_and_not_what_is_launched(rig: Rig) -> None:
 # Clients
 
 
+def claimed(rig: Rig, launch: str) -> None:
+    wait_until(lambda: rig.token(launch) in rig.peer.near, "its claim")
+
+
+@pytest.mark.parametrize("acquire", [None, b"an Acquire"])
+def test_a_prepared_launch_is_cloned_when_it_is_opened(rig: Rig, acquire: bytes | None) -> None:
+    launch = f"prepared-{acquire is None}"
+    more = {} if acquire is None else {"acquire": base64.b64encode(acquire).decode()}
+    order = rig.launch_fields(launch, "echo", "x", prepare=True, **more)
+    launching = rig.client.order("LAUNCH", **order)
+    claimed(rig, launch)
+    assert rig.peer.taken == ([] if acquire is None else [acquire])
+    again = rig.client.order("LAUNCH", **order)
+    assert not rig.client.answered(launching)
+    assert rig.children() == []
+    rig.client.tell("OPEN", launch=launch)
+    opened = rig.client.reply(launching)
+    assert opened["pid"]
+    assert opened["start"]
+    assert list(opened["times"].values()) == sorted(opened["times"].values())
+    assert rig.client.reply(again)["times"] == opened["times"]
+    rig.client.event("exited", launch)
+    assert rig.peer.output(rig.token(launch)) == b"x\n"
+    rig.client.call("ACK", launch=launch)
+    rig.peer.taken.clear()
+
+
+@pytest.mark.parametrize("end", ["abort", "time-out", "connection"])
+def test_a_prepared_launch_that_nobody_opens_leaves_nothing(rig: Rig, end: str) -> None:
+    launch = f"never-{end}"
+    order = rig.launch_fields(launch, "echo", "x", prepare=True, timeout_ms=200 if end == "time-out" else 5000)
+    launching = rig.client.order("LAUNCH", **order)
+    claimed(rig, launch)
+    if end == "abort":
+        assert rig.client.call("ABORT", launch=launch, timeout_ms=5000)["ok"]
+        refused(rig.client.reply(launching), "aborted", errno.ECANCELED)
+    elif end == "time-out":
+        refused(rig.client.reply(launching), "clone", errno.ETIMEDOUT)
+        rig.client.call("ACK", launch=launch)
+    else:
+        rig.client.close()
+        rig.client = Client(rig.run)
+        assert rig.client.greeting["launches"] == []
+    gone(rig, launch)
+
+
+def test_an_order_without_a_number_is_not_answered(rig: Rig) -> None:
+    rig.client.tell("NONSENSE")
+    rig.client.tell("KILL", launch="unknown")
+    assert rig.client.call("KILL", launch="unknown")["ok"]
+    assert not rig.client.events
+
+
+def test_open_may_come_before_ready(faulty: Rig) -> None:
+    arm(faulty, "spawner.claim.before", "wait")
+    order = faulty.launch_fields("early", "echo", "x")
+    launching = faulty.client.order("LAUNCH", **order)
+    opening = faulty.client.order("OPEN", launch="early")
+    hit(faulty, "spawner.claim.before")
+    release(faulty, "spawner.claim.before")
+    assert faulty.client.reply(launching)["ok"]
+    assert faulty.client.reply(opening)["times"]["exec"]
+    faulty.client.event("exited", "early")
+    faulty.client.call("ACK", launch="early")
+
+
+@pytest.mark.parametrize("end", ["abort", "connection"])
+def test_a_gate_ordered_open_stays_shut_when_the_launch_ends_before_it_is_ready(faulty: Rig, end: str) -> None:
+    arm(faulty, "spawner.bind.before", "wait")
+    order = faulty.launch_fields("early", "echo", "x")
+    launching = faulty.client.order("LAUNCH", **order)
+    opening = faulty.client.order("OPEN", launch="early")
+    hit(faulty, "spawner.bind.before")
+    if end == "abort":
+        assert faulty.client.call("ABORT", launch="early", timeout_ms=5000)["ok"]
+        refused(faulty.client.reply(launching), "aborted", errno.ECANCELED)
+        refused(faulty.client.reply(opening), "aborted", errno.ECANCELED)
+    else:
+        faulty.client.close()
+        faulty.client = Client(faulty.run)
+        assert faulty.client.greeting["launches"] == []
+    release(faulty, "spawner.bind.before")
+    gone(faulty, "early")
+    assert faulty.peer.output(faulty.token("early")) == b""
+
+
 def test_a_new_client_ends_the_old_one_and_its_unopened_launches(rig: Rig) -> None:
     old = rig.client
     waiting, _ = rig.ready("true")
@@ -660,15 +748,16 @@ def test_a_client_that_ends_while_its_launch_waits_leaves_nothing(faulty: Rig) -
 
 def test_versions_are_agreed_or_refused(rig: Rig) -> None:
     rig.client.close()
-    for version, lowest in ((9, 2), (2, 2)):
+    for version, lowest in ((9, 3), (3, 3)):
         client = Client(rig.run, hello=False)
         refused(client.call("HELLO", version=version, lowest=lowest), "hello", errno.EPROTONOSUPPORT)
         client.close()
-    client = Client(rig.run, hello=False)
-    greeting = client.call("HELLO", version=9, lowest=1)
-    assert (greeting["ok"], greeting["version"], greeting["pid"]) == (True, 1, rig.process.pid)
-    assert greeting["epoch"] == spawnerkit.EPOCH
-    client.close()
+    for ours, agreed in ((9, 2), (1, 1)):
+        client = Client(rig.run, hello=False)
+        greeting = client.call("HELLO", version=ours, lowest=1)
+        assert (greeting["ok"], greeting["version"], greeting["pid"]) == (True, agreed, rig.process.pid)
+        assert greeting["epoch"] == spawnerkit.EPOCH
+        client.close()
     rig.client = Client(rig.run)
 
 

@@ -35,7 +35,7 @@ def test_the_page_has_the_header_as_it_is() -> None:
     assert at == fdframes.HEADER.size == 16
     fields = {field: value for _, field, value in table}
     assert fields["magic"] == f"`{fdframes.MAGIC.decode()}`"
-    assert fields["version"] == str(fdframes.VERSION)
+    assert fields["format"] == str(fdframes.FORMAT)
     assert f"0 to {fdframes.FDS_MAX}" in fields["fds"]
     assert f"at most {fdframes.PAYLOAD_MAX:,}" in fields["length"]
 
@@ -57,6 +57,7 @@ def payload_size(text: str) -> int:
     [
         ("HELLO", fdframes.hello(1)),
         ("CLAIM", fdframes.claim(1, TOKEN, TRACEPARENT)),
+        ("TAKE", fdframes.take(1, TOKEN, TRACEPARENT, b"")),
         ("BIND", fdframes.bind(1, TOKEN)),
         ("EXIT", fdframes.exited(1, TOKEN, ExitKind.EXITED, 3)),
         ("LETGO", fdframes.letgo(1, TOKEN)),
@@ -88,6 +89,10 @@ def test_every_frame_comes_back_as_it_was() -> None:
     assert fdframes.read_hello_ok(fdframes.hello_ok(1, 1, "0123456789abcdef").payload) == (1, "0123456789abcdef")
     assert fdframes.read_claim(fdframes.claim(1, TOKEN, TRACEPARENT).payload) == (TOKEN, TRACEPARENT)
     assert fdframes.read_claim(fdframes.claim(1, TOKEN).payload) == (TOKEN, "")
+    taken = fdframes.take(1, TOKEN, TRACEPARENT, b"acquire")
+    assert fdframes.read_take(taken.payload) == (TOKEN, TRACEPARENT, b"acquire")
+    with pytest.raises(ValueError, match="too long"):
+        fdframes.take(1, TOKEN, "", bytes(fdframes.PAYLOAD_MAX))
     assert fdframes.read_token(fdframes.bind(1, TOKEN).payload) == TOKEN
     assert fdframes.read_exit(fdframes.exited(1, TOKEN, ExitKind.SIGNALLED, 9).payload) == (
         TOKEN,
@@ -97,7 +102,7 @@ def test_every_frame_comes_back_as_it_was() -> None:
     streams = (Stream.STDERR, Stream.STDIN)
     assert fdframes.read_fds(fdframes.fds(1, 30_000, streams).payload) == (30_000, streams)
     assert fdframes.read_error(fdframes.error(1, 5, "gone").payload) == (5, "gone")
-    assert len(fdframes.error(1, 5, "x" * 5000).payload) == fdframes.PAYLOAD_MAX
+    assert len(fdframes.error(1, 5, "x" * 50_000).payload) == fdframes.PAYLOAD_MAX
 
 
 @given(

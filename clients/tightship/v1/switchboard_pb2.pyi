@@ -86,6 +86,7 @@ class AcquireRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Chosen by the owner: 1 to 64 of [a-z0-9-]."""
     owner: _builtins.str
@@ -100,6 +101,8 @@ class AcquireRequest(_message.Message):
     """32 random bytes, never used before: for an owner that passes its token on
     before it has the answer. Made by the switchboard when empty.
     """
+    session: _builtins.int
+    """Only in a TAKE on fd.sock: the owner's session, from its welcome."""
     @_builtins.property
     def claim_ttl(self) -> _duration_pb2.Duration:
         """OFFERED until claimed; 10 s when absent, 60 s at most."""
@@ -124,10 +127,11 @@ class AcquireRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "bind_ttl", b"bind_ttl", "claim_ttl", b"claim_ttl", "log_cap", b"log_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "bind_ttl", b"bind_ttl", "claim_ttl", b"claim_ttl", "labels", b"labels", "lease_id", b"lease_id", "log_cap", b"log_cap", "owner", b"owner", "stdin", b"stdin", "token", b"token", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "bind_ttl", b"bind_ttl", "claim_ttl", b"claim_ttl", "labels", b"labels", "lease_id", b"lease_id", "log_cap", b"log_cap", "owner", b"owner", "session", b"session", "stdin", b"stdin", "token", b"token", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__log_cap: _TypeAlias = _typing.Literal["log_cap"]  # noqa: Y015
     _WhichOneofArgType__log_cap: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap"]  # noqa: Y015
@@ -826,8 +830,11 @@ class SessionWelcome(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.str
     """New for every start of the switchboard."""
+    session: _builtins.int
+    """Of this session, not 0: for the leases that the owner's claimer makes (TAKE)."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """Of this owner, living."""
@@ -837,10 +844,11 @@ class SessionWelcome(_message.Message):
         *,
         epoch: _builtins.str = ...,
         leases: _abc.Iterable[Global___Lease] | None = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "leases", b"leases", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

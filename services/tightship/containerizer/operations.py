@@ -8,6 +8,7 @@ backwards within a budget; what is left makes it pending, and the same task walk
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import secrets
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from tightship.common import failpoints, logs
 from tightship.common.errors import Code, ServiceError
+from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
 from tightship.common.telemetry import Tracer
 from tightship.containerizer import records, refusals, spans, steps, story
@@ -111,9 +113,7 @@ class Operation:
         self._remaining_until = None if remaining is None else time.monotonic() + remaining
         self._budget: float | None = None
         self.begun = {step.name for step in row.plan} if recovering or row.kind is Kind.CLEANUP else set[str]()
-        self.open_asked = False
         self._session = 0
-        self._token = b""
         self.closed_leases: set[str] = set()
         self.impatient = False
         self._again = False
@@ -169,7 +169,7 @@ class Operation:
         if self.waiters:
             return
         self._remaining_until = None
-        if self.closing or not (self.row.detach and self.row.phase is Phase.COMMITTED):
+        if self.closing or not (self.row.detach and self.started):
             self.ask(reason)
 
     def ask(self, reason: str, budget: float | None = None) -> None:
@@ -303,28 +303,38 @@ class Operation:
         return "exit" if self.exit else self.asked
 
     async def _apply(self) -> None:
-        row = self.row
-        if row.kind is Kind.CREATE:
-            await self._apply_cgroups()
-        else:
-            async with self._step("lease"):
-                acquired = await self._acquire()
-                # Two turns of the loop: the session's writer wakes, and the message is away before the loop is busy.
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-                await self._apply_cgroups()  # meanwhile
-                if failpoints.DIRECTORY is not None:
-                    await self._race(acquired, LEASE_TIMEOUT_S, "lease")  # the point after it means that it is made
-            async with self._step("spawn"):
-                await self._spawn(acquired)
+        if self.row.kind is Kind.LAUNCH:
+            await self._apply_launch()
+            return
+        await self._apply_cgroups()
         async with self._step("commit"):
             self._commit()
-        if row.kind is Kind.LAUNCH:
-            if self.at_gate is not None:
-                self.at_gate(self)
-            async with self._step("open"):
-                self.open_asked = True
-                self._opened(await self._race(self.parts.spawner.order("OPEN", launch=row.id), OPEN_TIMEOUT_S, "open"))
+
+    async def _apply_launch(self) -> None:
+        spawner = self.parts.spawner
+        # Its process is to be looked at while it waits at its gate, or the spawner is an older one.
+        stepwise = self.at_gate is not None or not spawner.prepares
+        async with self._step("lease"):
+            await self._lease()
+        if stepwise:
+            await self._apply_cgroups()
+        async with self._step("spawn"):
+            spawned = self._spawn(prepare=not stepwise)
+            if stepwise:
+                self._identified(await self._race(spawned, SPAWN_TIMEOUT_S + 0.5, "spawn"))
+            else:
+                await self._apply_cgroups()  # while it claims
+        async with self._step("commit"):
+            self._commit()
+        if self.at_gate is not None:
+            self.at_gate(self)
+        async with self._step("open"):
+            if stepwise:
+                opened = spawner.order("OPEN", launch=self.row.id)
+            else:
+                spawner.tell("OPEN", launch=self.row.id)
+                opened = spawned
+            self._opened(await self._race(opened, SPAWN_TIMEOUT_S + OPEN_TIMEOUT_S, "open"))
 
     def _explained(self, error: ServiceError) -> ServiceError:
         """A launch whose process found no memory to start in is told so; its cgroups are there still."""
@@ -334,7 +344,8 @@ class Operation:
         killed = records.read_counters(self.parts.machine, self.row.name).oom_kills
         return refusals.of_memory(limit, error) if killed or (limit and limit.value == "0") else error
 
-    async def _acquire(self) -> asyncio.Future[sb.AcquireResponse]:
+    async def _lease(self) -> None:
+        """Its claimer makes the lease, where spawner and switchboard can do that; else it is acquired here."""
         link = self.parts.switchboard
         if not await self.until(lambda: link.session or self.asked, LEASE_TIMEOUT_S):
             raise ServiceError(
@@ -342,13 +353,17 @@ class Operation:
             )
         self._check_asked()
         self._session = link.session
-        begun = time.time_ns()
-        self.acquire.token = self._token = secrets.token_bytes(TOKEN_SIZE)
-        acquired = link.acquire(self.acquire)
         self.closed_leases.discard(self.row.id)  # an earlier welcome could not list it
-        acquired.add_done_callback(lambda _: self.row.live.times.setdefault("lease", (begun, time.time_ns())))
-        self.acquire = sb.AcquireRequest()
-        return acquired
+        acquire, self.acquire = self.acquire, sb.AcquireRequest()
+        order = self.launch_order
+        order["epoch"] = link.epoch
+        if self.parts.spawner.prepares and link.taking:
+            acquire.session = link.taking
+            order["acquire"] = base64.b64encode(acquire.SerializeToString()).decode()
+            order["token"] = secrets.token_hex(TOKEN_SIZE)
+        else:
+            answer = await self._race(link.acquire(acquire), LEASE_TIMEOUT_S, "lease")
+            order["token"] = answer.token.hex()
 
     async def _apply_cgroups(self) -> None:
         mine = [step for step in self.row.plan if step.kind in CGROUP_KINDS]
@@ -364,45 +379,58 @@ class Operation:
         finally:
             self.row.live.times.update(times)
 
-    async def _spawn(self, acquired: asyncio.Future[sb.AcquireResponse]) -> None:
-        """The claim may overtake the Acquire, whose answer is not waited for before: the switchboard waits for it."""
+    def _spawn(self, *, prepare: bool) -> asyncio.Future[Packet]:
+        """To be answered when the process is at its gate; with `prepare` when OPEN has come and the command runs."""
         order, self.launch_order = self.launch_order, {}
-        ordered = self.parts.spawner.order(
+        if prepare:
+            order["prepare"] = True
+        return self.parts.spawner.order(
             "LAUNCH",
             launch=self.row.id,
             lease=self.row.id,
-            token=self._token.hex(),
-            epoch=self.parts.switchboard.epoch,
             traceparent=self.row.trace,
             timeout_ms=int(SPAWN_TIMEOUT_S * 1000),
             gate_ms=GATE_MS,
             **order,
         )
-        await self._race(acquired, LEASE_TIMEOUT_S, "lease")
-        reply = await self._race(ordered, SPAWN_TIMEOUT_S + 0.5, "spawn")
-        self.row.live.pid = int(reply["pid"])
-        self.row.live.start = int(reply["start"])
+
+    def _identified(self, reply: Packet) -> None:
+        self.row.live.pid = int(reply.get("pid") or self.row.live.pid)
+        self.row.live.start = int(reply.get("start") or self.row.live.start)
 
     def _commit(self) -> None:
         row = self.row
         if row.kind is Kind.LAUNCH:
             if self.parts.switchboard.session != self._session:
                 raise ServiceError(Code.UNAVAILABLE, "SWITCHBOARD_AWAY", "the session with the switchboard broke", 0.5)
-            now = time.clock_gettime(time.CLOCK_BOOTTIME)
-            row.live.deadline = now + row.timeout if row.timeout is not None else None
-            row.live.lifetime = now + row.max_lifetime if row.max_lifetime is not None else None
+            self._count_down()
             row.live.started = time.time_ns()
             row.live.started_monotonic = time.monotonic_ns()
             row.live.spawner = self.parts.spawner.identity
         row.phase = Phase.COMMITTED
         self.parts.journal.update(row)
 
-    def _opened(self, reply: dict[str, Any]) -> None:
+    def _count_down(self) -> None:
+        row = self.row
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        row.live.deadline = now + row.timeout if row.timeout is not None else None
+        row.live.lifetime = now + row.max_lifetime if row.max_lifetime is not None else None
+
+    def _opened(self, reply: Packet) -> None:
         live = self.row.live
         live.opened = True
-        at = int((reply.get("times") or {}).get("exec") or time.monotonic_ns())
-        live.started_monotonic = at
-        live.started = time.time_ns() - max(0, time.monotonic_ns() - at)
+        self._identified(reply)
+        times: dict[str, int] = reply.get("times") or {}
+        wall = time.time_ns() - time.monotonic_ns()
+        live.started_monotonic = times.get("exec") or time.monotonic_ns()
+        live.started = live.started_monotonic + wall
+        # They were over later than what was sent for them.
+        for step, ended in (("lease", "claim"), ("spawn", "ready")):
+            if ended in times:
+                live.times[step] = (live.times[step][0], times[ended] + wall)
+        self._count_down()
+        # With the pid: a spawner after this one finds the process by it.
+        self._write()
 
     def _arm(self, reason: str, at: float | None) -> None:
         if at is not None:
@@ -449,7 +477,7 @@ class Operation:
         self.parts.counts.cleanup_took(time.monotonic() - self._undo_begun)
         self.changed()
         if row.live.opened:
-            self.parts.spawner.order("ACK", launch=row.id)
+            self.parts.spawner.tell("ACK", launch=row.id)
         spans.tell_end(self)
 
     def settle(self) -> bool:

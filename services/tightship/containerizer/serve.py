@@ -196,10 +196,14 @@ async def _settle(parts: Parts) -> None:
 
 
 def _on_event(registry: Registry, event: Packet) -> None:
-    if event.get("event") == "exited":
-        operation = registry.by_id.get(str(event.get("launch")))
-        if operation is not None:
+    operation = registry.by_id.get(str(event.get("launch")))
+    if operation is None:
+        return
+    match event.get("event"):
+        case "exited":
             operation.on_exit(Exit.from_packet(event))
+        case "closed":
+            operation.on_lease_closed(operation.row.id)
 
 
 def _on_closed(registry: Registry, lease: sb.Lease) -> None:

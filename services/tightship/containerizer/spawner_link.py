@@ -17,8 +17,11 @@ from typing import Any
 from tightship.common.packets import Packet, receive_packet, send_packet
 from tightship.kernel import fdpass, process
 
-VERSION = 1
+VERSION = 2
 LOWEST = 1
+
+# From this version on LAUNCH may be prepared alone, and make its lease; and orders need not be answered.
+_PREPARES = 2
 
 _OUTBOX_MAX = 4096
 _CONNECT_TIMEOUT_S = 10.0
@@ -51,6 +54,8 @@ class SpawnerLink:
         self.ended = asyncio.Event()
         self.identity = ""
         """Of the spawner's process, its pid namespace last; another one after its restart."""
+        self.prepares = False
+        """It makes leases itself, prepares launches before their cgroups are there, and takes orders with id 0."""
 
     async def connect(self) -> Packet:
         """Connects and says HELLO; its answer. Raises OSError, VersionRefused, or TimeoutError."""
@@ -72,6 +77,7 @@ class SpawnerLink:
                     hello = await self.order("HELLO", version=VERSION, lowest=LOWEST)
                 except OrderFailed as error:
                     raise VersionRefused(error.message) from error
+                self.prepares = int(hello["version"]) >= _PREPARES
                 stat = process.stat(int(hello["pid"]))
                 start = stat.start if stat is not None else 0
                 self.identity = f"{hello['pid']}:{start}:{process.pid_namespace()}"
@@ -96,6 +102,13 @@ class SpawnerLink:
         self._replies[number] = future
         self._send({"id": number, "op": op, **fields})
         return future
+
+    def tell(self, op: str, **fields: Any) -> None:
+        """Sends an order whose answer nobody waits for."""
+        if not self.prepares:
+            self.order(op, **fields)
+        elif self._sock is not None:
+            self._send({"id": 0, "op": op, **fields})
 
     def close(self) -> None:
         """Ends the connection; every order that waits fails."""

@@ -64,6 +64,8 @@ class SwitchboardLink:
         """Number of the session that stands; 0 while there is none."""
         self.epoch = ""
         """Of the switchboard of the last session."""
+        self.taking = 0
+        """The switchboard's number for the session, for leases that the claimer makes; 0 where it knows no TAKE."""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="switchboard session")
@@ -166,6 +168,7 @@ class SwitchboardLink:
                 self._outbox = asyncio.Queue(_OUTBOX_MAX)
                 self._stub = stub
                 self.epoch = welcome.welcome.epoch
+                self.taking = welcome.welcome.session
                 self._sessions += 1
                 self.session = self._sessions
                 self._on_welcome(frozenset(lease.lease_id for lease in welcome.welcome.leases))

@@ -101,8 +101,6 @@ class Walk:
     async def _spawn(self, launch: str) -> None:
         op = self._op
         live = op.row.live
-        if op.open_asked and not live.opened:
-            await self._settle_opening(launch)
         if not live.opened:
             await self._abort(launch)
         if not live.opened:
@@ -115,16 +113,6 @@ class Walk:
         tracker = op.parts.machine.tracker.path(op.row.name)
         if cgroup.populated(tracker):
             op.done.killed |= await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
-
-    async def _settle_opening(self, launch: str) -> None:
-        """OPEN was sent and not awaited to its end: a kill makes it answer, and asked again it answers the same."""
-        op = self._op
-        op.parts.spawner.order("KILL", launch=launch)
-        opening = op.parts.spawner.order("OPEN", launch=launch)
-        opening.add_done_callback(lambda _: op.changed())
-        await op.until(opening.done, self._remaining())
-        if opening.done() and opening.exception() is None:
-            op.row.live.opened = True
 
     async def _abort(self, launch: str) -> None:
         """Ends a launch that is not opened, or finds that it is. Raises OSError when it goes on."""
@@ -142,14 +130,22 @@ class Walk:
                 if error.errno != errno.EBUSY:
                     why = error.message or errno_name(error.errno)
                     raise OSError(error.errno, f"launch {launch}: {why}") from error
+            op.parts.spawner.tell("KILL", launch=launch)
             if op.row.kind is Kind.LAUNCH:
-                op.row.live.opened = True
-                return
-            # A launch that only its id is known of: nobody will tell us its exit, so the spawner is asked again.
-            op.parts.spawner.order("KILL", launch=launch)
+                await self._settle_opening(launch)
             if time.monotonic() > self._soon:
                 raise OSError(errno.ETIMEDOUT, f"process of launch {launch} has not ended")
-            await asyncio.sleep(0.02)
+            if not op.row.live.opened:
+                await asyncio.sleep(0.02)
+
+    async def _settle_opening(self, launch: str) -> None:
+        """Its gate is open, and whether the command ran is not known: killed, and asked again, OPEN tells."""
+        op = self._op
+        opening = op.parts.spawner.order("OPEN", launch=launch)
+        opening.add_done_callback(lambda _: op.changed())
+        await op.until(opening.done, self._remaining())
+        if opening.done() and opening.exception() is None:
+            op.row.live.opened = True
 
     async def _stop(self, launch: str) -> None:
         """Stop signal and grace, then the kill of the whole cgroup; until the spawner tells the exit."""
@@ -160,13 +156,13 @@ class Walk:
         grace = min(grace, self.budget / 2)
         is_init = op.spec.HasField("virtual_host")
         if grace and not (is_init and not process.catches(op.row.live.pid, number)):
-            op.parts.spawner.order("SIGNAL", launch=launch, signal=number)
+            op.parts.spawner.tell("SIGNAL", launch=launch, signal=number)
             if await op.until(lambda: op.exit, min(grace, self._remaining())):
                 op.done.killed.add(op.row.live.pid)
                 return
         tracker = op.parts.machine.tracker.path(op.row.name)
         op.done.killed |= await op.hop(lambda: self._kill(tracker), _CGROUP_TIMEOUT_S)
-        op.parts.spawner.order("KILL", launch=launch)
+        op.parts.spawner.tell("KILL", launch=launch)
         await op.until(lambda: op.exit, max(0.0, self._soon - time.monotonic()))
 
     def _kill(self, path: str) -> set[int]:

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAGIC = b"TSFD"
-VERSION = 1
+FORMAT = 1
+# What HELLO agrees on. From 2 on there is TAKE, and EXIT is answered when the lease is closed.
+VERSION = 2
+TAKES = ANSWERS_CLOSED = 2
 LOWEST_VERSION = 1
 HEADER = struct.Struct("<4sBBBBII")
-PAYLOAD_MAX = 1024
+PAYLOAD_MAX = 16_384
 FRAME_MAX = HEADER.size + PAYLOAD_MAX
 TOKEN_SIZE = 32
 TRACEPARENT_SIZE = 55
@@ -36,6 +39,7 @@ class Type(enum.IntEnum):
     BIND = 3
     EXIT = 4
     LETGO = 5
+    TAKE = 6
     OK = 128
     FDS = 129
     ERROR = 130
@@ -71,18 +75,18 @@ class Frame:
         self.fds = fds
 
     def encode(self) -> bytes:
-        return HEADER.pack(MAGIC, VERSION, self.type, self.fds, 0, self.request, len(self.payload)) + self.payload
+        return HEADER.pack(MAGIC, FORMAT, self.type, self.fds, 0, self.request, len(self.payload)) + self.payload
 
 
 def decode(packet: bytes, fds: int) -> Frame:
     """The frame in `packet`, which came with `fds` descriptors. Raises BadFrame, saying what is wrong."""
     if len(packet) < HEADER.size:
         raise BadFrame(f"{len(packet)} bytes are no header")
-    magic, version, kind, count, zero, request, length = HEADER.unpack_from(packet)
+    magic, form, kind, count, zero, request, length = HEADER.unpack_from(packet)
     if magic != MAGIC or zero != 0:
         raise BadFrame("wrong magic")
-    if version != VERSION:
-        raise BadFrame(f"version {version}")
+    if form != FORMAT:
+        raise BadFrame(f"format {form}")
     if length > PAYLOAD_MAX or length != len(packet) - HEADER.size:
         raise BadFrame(f"length {length} in a packet of {len(packet)}")
     if count != fds or count > FDS_MAX:
@@ -119,6 +123,20 @@ def read_hello_ok(payload: bytes) -> tuple[int, str]:
 def claim(request: int, token: bytes, traceparent: str = "") -> Frame:
     trace = traceparent.encode() if len(traceparent) == TRACEPARENT_SIZE else bytes(TRACEPARENT_SIZE)
     return Frame(Type.CLAIM, request, token + trace)
+
+
+def take(request: int, token: bytes, traceparent: str, acquire: bytes) -> Frame:
+    """A CLAIM of a lease that is made by it. Raises ValueError where `acquire` is too long."""
+    payload = claim(request, token, traceparent).payload + acquire
+    if len(payload) > PAYLOAD_MAX:
+        raise ValueError(f"an Acquire of {len(acquire)} bytes is too long")
+    return Frame(Type.TAKE, request, payload)
+
+
+def read_take(payload: bytes) -> tuple[bytes, str, bytes]:
+    """Token, traceparent, and the AcquireRequest as it is."""
+    size = TOKEN_SIZE + TRACEPARENT_SIZE
+    return *read_claim(payload[:size]), payload[size:]
 
 
 def read_claim(payload: bytes) -> tuple[bytes, str]:

@@ -40,7 +40,7 @@ class Ending:
 
 
 class Contained:
-    """States: claiming, ready, opening, opened, failed, exited. `pid` is 0 and `pidfd` -1 before the clone."""
+    """States: claiming, claimed, ready, opening, opened, failed, exited. `pid` is 0 and `pidfd` -1 before the clone."""
 
     def __init__(self, launch_id: str, meta: object) -> None:
         self.id = launch_id

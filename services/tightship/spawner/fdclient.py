@@ -41,11 +41,12 @@ class Switchboard:
         self._sock: socket.socket | None = None
         self.epoch: str | None = None
         self.connection = 0
+        self._version = 0
         self._request = 0
         self._open: dict[int, Answered] = {}
         # Frames that the socket didn't take yet, each with descriptors of its own.
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
-        self._exits: dict[bytes, tuple[ExitKind, int]] = {}
+        self._exits: dict[bytes, tuple[ExitKind, int, Callable[[], None]]] = {}
         self._waiting: dict[Callable[[], None], None] = {}
         self._retry_s = _RETRY_FIRST_S
         self._timer: Timer | None = None
@@ -71,6 +72,12 @@ class Switchboard:
         """Raises Busy. Call it while connected, as `bind`."""
         self._ask(fdframes.claim(self._number(), token, traceparent), answered)
 
+    def take(self, token: bytes, traceparent: str, acquire: bytes, answered: Answered) -> None:
+        """`claim` of a lease that is made by it. Raises Busy, or ValueError for what no switchboard takes."""
+        if self._version < fdframes.TAKES:
+            raise ValueError("the switchboard is of a version without TAKE")
+        self._ask(fdframes.take(self._number(), token, traceparent, acquire), answered)
+
     def bind(self, token: bytes, pidfd: int, answered: Answered) -> None:
         """Raises Busy."""
         self._ask(fdframes.bind(self._number(), token), answered, (pidfd,))
@@ -80,19 +87,21 @@ class Switchboard:
         if self.epoch is not None:
             self._ask(fdframes.letgo(self._number(), token), _nothing, always=True)
 
-    def exited(self, token: bytes, kind: ExitKind, value: int) -> None:
-        """Tells the exit, now and on every new connection until it is answered."""
-        self._exits[token] = (kind, value)
+    def exited(self, token: bytes, kind: ExitKind, value: int, closed: Callable[[], None]) -> None:
+        """Tells the exit, now and on every new connection until it is answered; `closed` hears that the lease is."""
+        self._exits[token] = (kind, value, closed)
         if self.epoch is not None:
             self._tell_exit(token)
 
     def _tell_exit(self, token: bytes) -> None:
-        kind, value = self._exits[token]
+        kind, value, closed = self._exits[token]
 
         def answered(frame: Frame | None, fds: list[int]) -> None:
             fdpass.close_all(fds)
-            if frame is not None:
-                self._exits.pop(token, None)
+            if frame is None or self._exits.pop(token, None) is None:
+                return
+            if frame.type is Type.OK and self._version >= fdframes.ANSWERS_CLOSED:
+                closed()
 
         self._ask(fdframes.exited(self._number(), token, kind, value), answered, always=True)
 
@@ -165,7 +174,7 @@ class Switchboard:
             notice(f"the switchboard refused HELLO: {fdframes.read_error(frame.payload)[1]}")
             self._end("it refused HELLO")
             return
-        _, epoch = fdframes.read_hello_ok(frame.payload)
+        self._version, epoch = fdframes.read_hello_ok(frame.payload)
         assert self._timer is not None
         self._timer.cancel()
         self._timer = None

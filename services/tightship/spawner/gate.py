@@ -1,6 +1,6 @@
 """The spawner's side of a new child: the gate that it waits at, and the status pipe on which it says how far it got.
 
-The child's ends of both, and its streams, are closed here as soon as the child has them.
+All that can be done before the child's cgroups are there is done before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from tightship.kernel import clone
-from tightship.kernel.calls import FAILURE_SIZE, read_failure
+from tightship.kernel.calls import FAILURE_SIZE, Calls, read_failure
 from tightship.kernel.fdframes import Stream
 from tightship.spawner import child
 from tightship.spawner.loop import Loop
@@ -25,7 +25,19 @@ class Gate:
     status pipe.
     """
 
-    __slots__ = ("_gate", "_loop", "_null", "_stages", "_status", "_told", "ended", "failure", "ready")
+    __slots__ = (
+        "_calls",
+        "_far",
+        "_gate",
+        "_loop",
+        "_null",
+        "_stages",
+        "_status",
+        "_told",
+        "ended",
+        "failure",
+        "ready",
+    )
 
     def __init__(self, loop: Loop, null: int, told: Callable[[], None]) -> None:
         self._loop = loop
@@ -34,37 +46,43 @@ class Gate:
         self._told = told
         self._gate = -1
         self._status = -1
+        # The child's ends of both, until it has them.
+        self._far: tuple[int, ...] = ()
+        self._calls: Calls | None = None
         self.ready = False
         self.failure: tuple[str, int, str] | None = None
         self.ended = False
 
     def descriptors(self) -> list[int]:
-        return [fd for fd in (self._gate, self._status) if fd >= 0]
+        return [fd for fd in (self._gate, self._status, *self._far) if fd >= 0]
 
-    def clone(self, order: LaunchOrder, streams: dict[Stream, int], limits: child.Limits) -> tuple[int, int]:
-        """Makes the child: its pid and pidfd. Raises OSError; `close` is due either way."""
+    def prepare(self, order: LaunchOrder, streams: dict[Stream, int], limits: child.Limits) -> None:
+        """Everything that the child needs, but for its cgroups. Raises OSError; `close` is due either way."""
         gate, self._gate = os.pipe()
-        try:
-            self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._loop.watch(self._status, self._status_ready)
-            try:
-                return self._start(order, streams, gate, status, limits)
-            finally:
-                os.close(status)
-        finally:
-            os.close(gate)
+        self._far = (gate,)
+        self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._far = (gate, status)
+        self._loop.watch(self._status, self._status_ready)
+        self._calls = child.calls_of(order, self._stdio(streams), gate, status, limits)
+        self._stages = self._calls.stages
 
-    def _start(
-        self, order: LaunchOrder, streams: dict[Stream, int], gate: int, status: int, limits: child.Limits
-    ) -> tuple[int, int]:
-        calls = child.calls_of(order, self._stdio(streams), gate, status, limits)
-        self._stages = calls.stages
+    def clone(self, order: LaunchOrder) -> tuple[int, int]:
+        """Makes the child that `prepare` has prepared: its pid and pidfd. Raises OSError."""
+        calls, self._calls = self._calls, None
+        assert calls is not None
+        gate, status = self._far
         cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
         try:
             return clone.start(calls, order.namespaces, cgroup, status, lambda name: child.reach(name, gate))
         finally:
             if cgroup is not None:
                 os.close(cgroup)
+
+    def cloned(self) -> None:
+        """The child has its ends: ours are closed."""
+        far, self._far = self._far, ()
+        for fd in far:
+            os.close(fd)
 
     def _stdio(self, streams: dict[Stream, int]) -> tuple[int, int, int]:
         stdin, stdout, stderr = (streams.get(each, self._null) for each in Stream)
@@ -95,6 +113,7 @@ class Gate:
             self.failure = (stage.partition(":")[0], code, f"{stage}: {os.strerror(code)}")
 
     def close(self) -> None:
+        self.cloned()
         self._close_status()
         if self._gate >= 0:
             os.close(self._gate)

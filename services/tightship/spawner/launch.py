@@ -54,6 +54,7 @@ class Launch(Contained):
         super().__init__(order.id, order.meta)
         self._around = around
         self._token = order.token
+        self._prepare = order.prepare
         self.times: dict[str, int] = {}
         self._stage = "claim"
         self.failure: OrderError | None = None
@@ -84,29 +85,30 @@ class Launch(Contained):
     @property
     def unopened(self) -> bool:
         """Its gate is shut, or it is coming to its end without having run."""
-        return self.state in ("claiming", "ready") or (self._stopping and self.state != "failed")
+        return self.state in ("claiming", "claimed", "ready") or (self._stopping and self.state != "failed")
 
     def when_ready(self, reply: Reply) -> None:
-        """Answers LAUNCH, now or later."""
-        if self.state == "claiming":
-            _wait(self._on_ready, reply)
-        elif self.failure is not None:
-            reply(self.failure.reply())
-        else:
-            reply(self._ready_reply())
-
-    def open(self, reply: Reply) -> None:
-        """OPEN: answers with its times once the command runs, or why it doesn't."""
+        """Answers LAUNCH, now or later: when the command runs, where it was only to be prepared."""
         if self.failure is not None:
             reply(self.failure.reply())
-        elif self.state == "claiming":
-            reply(OrderError("open", errno.EBUSY, "the launch is not ready").reply())
+        elif self._prepare and self.state not in ("opened", "exited"):
+            _wait(self._on_open, reply)
+        elif self.state in ("claiming", "claimed"):
+            _wait(self._on_ready, reply)
+        else:
+            reply(self._reply())
+
+    def open(self, reply: Reply) -> None:
+        """OPEN, which may come before LAUNCH is answered: answers once the command runs, or why it doesn't."""
+        if self.failure is not None:
+            reply(self.failure.reply())
         elif self.state in ("opened", "exited"):
-            reply(self._open_reply())
+            reply(self._reply())
         else:
             _wait(self._on_open, reply)
-            self._open_asked = True
-            self._routine.wake()
+            if not self._open_asked:
+                self._open_asked = True
+                self._routine.wake()
 
     def abort(self, gone: Callable[[], None]) -> None:
         """Ends an unopened launch; `gone` is called when nothing of it is left."""
@@ -163,10 +165,13 @@ class Launch(Contained):
                 yield from self._claim(order)
                 yield from self._reach("spawner.claim.after")
                 self._stage = "clone"
+                self._gate.prepare(order, self._streams, self._around.limits)
+                yield from self._prepared()
                 yield from self._reach("spawner.clone.before")
                 self._clone(order)
             finally:
                 self._close_streams()
+                self._gate.cloned()
             yield from self._reach("spawner.clone.after")
             self._stage = "bind"
             yield from self._reach("spawner.bind.before")
@@ -202,15 +207,26 @@ class Launch(Contained):
         self._connection = switchboard.connection
         self._claim_asked = time.monotonic()
         try:
-            switchboard.claim(order.token, order.traceparent, self._claim_answered)
+            if order.acquire is None:
+                switchboard.claim(order.token, order.traceparent, self._claim_answered)
+            else:
+                switchboard.take(order.token, order.traceparent, order.acquire, self._claim_answered)
         except fdclient.Busy:
             raise OrderError("claim", errno.EAGAIN, "too many requests to the switchboard are open") from None
+        except ValueError as error:
+            raise OrderError("claim", errno.EPROTONOSUPPORT, str(error)) from None
         while not self._claimed:
             yield
         wanted = {Stream.STDIN, Stream.STDOUT, Stream.STDERR} if order.stdin else {Stream.STDOUT, Stream.STDERR}
         if set(self._streams) != wanted:
             raise OrderError("claim", errno.EPROTO, "the lease has other streams than were ordered")
         self.times["claim"] = time.monotonic_ns()
+
+    def _prepared(self) -> Steps:
+        """Where only that was asked: its cgroups are there when OPEN comes."""
+        self.state = "claimed"
+        while self._prepare and not self._open_asked:
+            yield
 
     def _connected(self) -> Steps:
         switchboard = self._around.switchboard
@@ -258,7 +274,7 @@ class Launch(Contained):
             self._routine.wake()
 
     def _clone(self, order: LaunchOrder) -> None:
-        self.pid, self.pidfd = self._gate.clone(order, self._streams, self._around.limits)
+        self.pid, self.pidfd = self._gate.clone(order)
         self._around.children[self.pid] = self
         self.times["clone"] = time.monotonic_ns()
 
@@ -311,7 +327,7 @@ class Launch(Contained):
         self._timer = self._around.loop.later(order.gate_s, self._timed_out)
         self.times["ready"] = time.monotonic_ns()
         self.state = "ready"
-        _tell(self._on_ready, self._ready_reply())
+        _tell(self._on_ready, self._reply())
 
     def _open(self) -> Steps:
         self._stage = "open"
@@ -365,14 +381,15 @@ class Launch(Contained):
 
     def _tell_exit(self) -> None:
         assert self.ending is not None
-        self._around.switchboard.exited(self._token, self.ending.kind, self.ending.value)
+        tell, event = self._around.tell, {"id": 0, "event": "closed", "launch": self.id}
+        self._around.switchboard.exited(self._token, self.ending.kind, self.ending.value, lambda: tell(event))
 
     def _launched(self, error: Exception | None) -> None:
         """The steps are over: the command runs, or nothing is left of it."""
         self._around.unopened -= 1
         if error is None:
             self.state = "opened"
-            _tell(self._on_open, self._open_reply())
+            _tell(self._on_open, self._reply())
             if self.ending is not None:
                 self._routine = Routine(self._exit_steps(), self._exited)
                 self._routine.start()
@@ -382,7 +399,7 @@ class Launch(Contained):
             error = OrderError(self._stage, errno.EIO, f"internal error: {error}")
         # A copy, without the traceback: its frames hold us.
         self.failure = OrderError(error.stage, error.errno, error.message)
-        unasked = self.state == "ready" and not self._on_open and not self._on_gone
+        unasked = self.state in ("claimed", "ready") and not (self._on_ready or self._on_open or self._on_gone)
         self.state = "failed"
         if unasked:
             self._around.tell({"id": 0, "event": "died", "launch": self.id, "stage": error.stage, "errno": error.errno})
@@ -417,19 +434,8 @@ class Launch(Contained):
 
     # Replies
 
-    def _ready_reply(self) -> Packet:
-        return {
-            "ok": True,
-            "pid": self.pid,
-            "start": self.start,
-            "times": self._times("claim", "clone", "bind", "ready"),
-        }
-
-    def _open_reply(self) -> Packet:
-        return {"ok": True, "times": self._times("open", "exec")}
-
-    def _times(self, *names: str) -> dict[str, int]:
-        return {name: self.times[name] for name in names}
+    def _reply(self) -> Packet:
+        return {"ok": True, "pid": self.pid, "start": self.start, "times": self.times}
 
 
 def _wait(replies: list[Reply], reply: Reply) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import errno
 
 from tightship.common.packets import Packet
@@ -9,7 +10,8 @@ from tightship.kernel.clone import NAMESPACES
 from tightship.kernel.execute import Program
 from tightship.kernel.fdframes import TOKEN_SIZE
 
-VERSION = 1
+# 2: LAUNCH may make its lease by TAKE, and be prepared alone until OPEN clones; orders with id 0.
+VERSION = 2
 LOWEST_VERSION = 1
 
 TIMEOUT_S = 10.0
@@ -36,6 +38,7 @@ class LaunchOrder:
     """LAUNCH, ready for the child: nothing is left to be encoded after the clone."""
 
     __slots__ = (
+        "acquire",
         "cgroup_v2",
         "cwd",
         "epoch",
@@ -46,6 +49,7 @@ class LaunchOrder:
         "meta",
         "namespaces",
         "oom_score_adj",
+        "prepare",
         "program",
         "stdin",
         "tasks_files",
@@ -61,6 +65,7 @@ class LaunchOrder:
         self.lease = text(packet, "lease")
         self.epoch = text(packet, "epoch")
         self.token = _token(packet)
+        self.acquire = _acquire(packet)
         self.stdin = _typed(packet, "stdin", bool, False)
         argv = _texts(packet, "argv")
         if not argv:
@@ -83,6 +88,7 @@ class LaunchOrder:
         self.oom_score_adj = None if adjustment is None else number(packet, "oom_score_adj", 0, -1000, 1000)
         self.meta: object = packet.get("meta")
         self.traceparent = text(packet, "traceparent", "")
+        self.prepare = _typed(packet, "prepare", bool, False)
         self.timeout_s = seconds(packet, "timeout_ms", TIMEOUT_S)
         self.gate_s = seconds(packet, "gate_ms", GATE_S)
 
@@ -140,6 +146,16 @@ def _token(packet: Packet) -> bytes:
     if len(token) != TOKEN_SIZE:
         raise _bad("token", f"must be {TOKEN_SIZE} bytes in hex")
     return token
+
+
+def _acquire(packet: Packet) -> bytes | None:
+    given = packet.get("acquire")
+    if given is None:
+        return None
+    try:
+        return binascii.a2b_base64(text(packet, "acquire"), strict_mode=True)
+    except ValueError:
+        raise _bad("acquire", "must be base64") from None
 
 
 def _bad(field: str, message: str) -> OrderError:

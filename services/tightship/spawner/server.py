@@ -133,14 +133,16 @@ class Server:
 
     def _received(self, client: Client, packet: Packet) -> None:
         number = packet.get("id")
-        if not isinstance(number, int) or number < 1:
+        greeted = client is self._client
+        if not isinstance(number, int) or number < (0 if greeted else 1):
             raise fdpass.FramingError("an order without id")
 
         def reply(answer: Packet) -> None:
-            client.send({"id": number, **answer})
+            if number:  # else nobody waits for it
+                client.send({"id": number, **answer})
 
         try:
-            if client is self._client:
+            if greeted:
                 operation = self._operations.get(str(packet.get("op")))
                 if operation is None:
                     raise OrderError("order", errno.ENOSYS, f"unknown op {packet.get('op')!r}")

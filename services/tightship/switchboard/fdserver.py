@@ -14,6 +14,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from google.protobuf.message import DecodeError
+
 from tightship.common import failpoints, refused
 from tightship.common.clients import ConfigError
 from tightship.common.errors import Code, ServiceError
@@ -23,6 +25,7 @@ from tightship.kernel.fdframes import BadFrame, ExitKind, Frame, Type
 from tightship.switchboard.leases import Leases, as_service_error
 from tightship.switchboard.ledger import Bound, Claimed, Exit, Offered
 from tightship.switchboard.settings import Settings
+from tightship.v1 import switchboard_pb2 as pb
 
 CONNECTIONS_MAX = 64
 STRANGERS_MAX = 16
@@ -30,8 +33,6 @@ PACKETS_PER_TURN = 16
 HELLO_S = 1.0
 # Only failpoints keep requests open.
 _OPEN_MAX = 64
-# Of these, CLAIMs whose lease is not there yet; junk beyond is refused at once.
-_EARLY_MAX = 16
 
 _log = logging.getLogger(__name__)
 
@@ -107,12 +108,15 @@ class Connection:
     ) -> None:
         self.sock = sock
         self.greeted = False
+        self._version = 0
         self._number = number
         self._leases = leases
         self._loop = loop
         self._forget = forget
         self._closed = False
         self._open: dict[int, asyncio.Task[None]] = {}
+        self._draining: set[int] = set()
+        """EXITs whose lease is not closed yet."""
         self._hello_timer = loop.call_later(HELLO_S, self.close, "no HELLO")
         loop.add_reader(sock, self._readable)
 
@@ -154,7 +158,7 @@ class Connection:
 
     def _take(self, packet: bytes, fds: list[int]) -> None:
         frame = fdframes.decode(packet, len(fds))
-        if frame.request in self._open:
+        if frame.request in self._open or frame.request in self._draining:
             raise BadFrame(f"request {frame.request} is still open")
         if len(self._open) >= _OPEN_MAX:
             raise BadFrame("too many open requests")
@@ -167,10 +171,10 @@ class Connection:
                 self._hello(frame)
             case Type.CLAIM:
                 token, traceparent = fdframes.read_claim(frame.payload)
-                if self._leases.may_come(token) and len(self._open) < _EARLY_MAX:
-                    self._open[frame.request] = self._loop.create_task(self._early(frame, token, traceparent))
-                else:
-                    self._request("claim", frame.request, token, None, lambda: self._claim(frame, token, traceparent))
+                self._request("claim", frame.request, token, None, lambda: self._claim(frame, token, traceparent))
+            case Type.TAKE:
+                token, traceparent, acquire = fdframes.read_take(frame.payload)
+                self._take_lease(frame, token, traceparent, acquire)
             case Type.BIND:
                 token = fdframes.read_token(frame.payload)
                 pidfd = _Owned(fds.pop())
@@ -192,12 +196,13 @@ class Connection:
             return
         self.greeted = True
         self._hello_timer.cancel()
-        self._send(fdframes.hello_ok(frame.request, min(highest, fdframes.VERSION), self._leases.epoch))
+        self._version = min(highest, fdframes.VERSION)
+        self._send(fdframes.hello_ok(frame.request, self._version, self._leases.epoch))
 
     # Requests
 
     def _request(
-        self, name: str, request: int, token: bytes, owned: _Owned | None, act: Callable[[], Callable[[], None]]
+        self, name: str, request: int, token: bytes, owned: _Owned | None, act: Callable[[], Callable[[], object]]
     ) -> None:
         """Acts, then answers. `act` returns what sends the answer; `owned` is closed unless it was taken."""
         if failpoints.DIRECTORY is None:
@@ -210,15 +215,43 @@ class Connection:
         else:
             self._open[request] = self._loop.create_task(self._held(name, request, token, owned, act))
 
-    async def _early(self, frame: Frame, token: bytes, traceparent: str) -> None:
-        """A CLAIM that has overtaken the Acquire of its lease, or is of none."""
-        await self._leases.until_offered(token)
-        self._open.pop(frame.request, None)
-        if not self._closed:
-            self._request("claim", frame.request, token, None, lambda: self._claim(frame, token, traceparent))
+    def _take_lease(self, frame: Frame, token: bytes, traceparent: str, acquire: bytes) -> None:
+        """Offers a lease for its owner, and goes on as for a CLAIM."""
+        try:
+            request = pb.AcquireRequest.FromString(acquire)
+        except DecodeError:
+            raise BadFrame("no AcquireRequest in TAKE") from None
+        request.token = token
+
+        def owner() -> str:
+            return self._leases.owner_of(request.session)
+
+        def claim() -> Callable[[], None]:
+            return self._claim(frame, token, traceparent)
+
+        def take() -> Callable[[], None]:
+            self._leases.admit(request, owner(), request.session).taken = True
+            return claim()
+
+        def gone() -> bool:
+            return self._closed or not self._leases.stands(request.session)
+
+        async def held() -> None:
+            try:
+                await self._leases.acquire_held(request, owner(), request.session, gone)
+            except ServiceError as error:
+                self._open.pop(frame.request, None)
+                self._refuse(frame.request, error)
+            else:
+                await self._held("claim", frame.request, token, None, claim)
+
+        if failpoints.DIRECTORY is None:
+            self._request("claim", frame.request, token, None, take)
+        else:
+            self._open[frame.request] = self._loop.create_task(held())
 
     async def _held(
-        self, name: str, request: int, token: bytes, owned: _Owned | None, act: Callable[[], Callable[[], None]]
+        self, name: str, request: int, token: bytes, owned: _Owned | None, act: Callable[[], Callable[[], object]]
     ) -> None:
         """A request past its failpoints; they hold it no longer than what it is about."""
         states: dict[tuple[str, str], tuple[type, ...]] = {
@@ -239,7 +272,7 @@ class Connection:
 
             return over
 
-        answer: Callable[[], None] | None = None
+        answer: Callable[[], object] | None = None
         try:
             with as_service_error():
                 await failpoints.hold(f"switchboard.{name}.before", until("before"))
@@ -252,6 +285,9 @@ class Connection:
         except ServiceError as error:
             if name == "claim" and answer is not None:
                 self._leases.withheld(token)
+            if name == "exit" and answer is not None and request not in self._draining:
+                return  # it has been answered
+            self._draining.discard(request)
             self._refuse(request, error)
         finally:
             _close(owned)
@@ -267,12 +303,12 @@ class Connection:
 
         return answer
 
-    def _bind(self, frame: Frame, token: bytes, pidfd: _Owned) -> Callable[[], None]:
+    def _bind(self, frame: Frame, token: bytes, pidfd: _Owned) -> Callable[[], object]:
         self._leases.bind(token, self._number, pidfd.fd)
         pidfd.fd = -1
         return lambda: self._ok(frame)
 
-    def _exit(self, frame: Frame, token: bytes, kind: ExitKind, value: int) -> Callable[[], None]:
+    def _exit(self, frame: Frame, token: bytes, kind: ExitKind, value: int) -> Callable[[], object]:
         match kind:
             case ExitKind.EXITED:
                 status = Exit(code=value)
@@ -280,8 +316,21 @@ class Connection:
                 status = Exit(signal=value)
             case _:
                 status = Exit()
-        self._leases.exited(token, status)
-        return lambda: self._ok(frame)
+        # The answer says that the lease is closed.
+
+        def closed() -> bool:
+            if frame.request not in self._draining:
+                return False
+            self._draining.discard(frame.request)
+            return self._ok(frame)
+
+        if self._version < fdframes.ANSWERS_CLOSED:
+            self._leases.exited(token, status, None)
+            return lambda: self._ok(frame)
+        self._draining.add(frame.request)
+        if self._leases.exited(token, status, closed):
+            return _nothing
+        return closed
 
     def _let_go(self, frame: Frame) -> None:
         try:
@@ -293,8 +342,8 @@ class Connection:
 
     # Answers
 
-    def _ok(self, frame: Frame) -> None:
-        self._send(fdframes.ok(frame.request))
+    def _ok(self, frame: Frame) -> bool:
+        return self._send(fdframes.ok(frame.request))
 
     def _refuse(self, request: int, error: ServiceError) -> None:
         number: int = error.code.value[0]
@@ -310,6 +359,10 @@ class Connection:
             self.close(f"can't answer: {error}")
             return False
         return True
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Owned:

@@ -53,9 +53,6 @@ _FLUSH_S = 0.05
 _RETENTION_S = 5.0
 _RETENTION_BATCH = 200
 _SPANS_MAX = 1024
-# A claimer overtakes its owner's Acquire by less than a millisecond.
-_EXPECTED_S = 0.5
-_EXPECTED_MAX = 64
 
 _log = logging.getLogger(__name__)
 
@@ -78,12 +75,12 @@ class Leases:
         self._ledger = Ledger(settings.leases_max)
         self._live: dict[str, Live] = {}
         self._listeners: dict[str, Callable[[pb.Lease], None]] = {}
+        self._sessions: dict[int, str] = {}
+        """Owners by the numbers of their sessions that stand."""
         self._timer: asyncio.TimerHandle | None = None
         self._flusher: asyncio.TimerHandle | None = None
         self._spans: list[tuple[Live, pb.Lease]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._expected: dict[bytes, asyncio.Event] = {}
-        """Tokens that were claimed before their lease was offered."""
         self._empty = asyncio.Event()
         self._pumps = [Pump(f"pump-{number}", self._tell) for number in range(_PUMPS)]
         self._next_pump = 0
@@ -93,6 +90,12 @@ class Leases:
 
     def acquire(self, request: pb.AcquireRequest, owner: str, session: int | None) -> pb.AcquireResponse:
         """Raises ServiceError, also for what the kernel refuses."""
+        live = self.admit(request, owner, session)
+        lease = self._message(live, time.monotonic())
+        return pb.AcquireResponse(lease=lease, token=live.lease.token, epoch=self.epoch)
+
+    def admit(self, request: pb.AcquireRequest, owner: str, session: int | None) -> Live:
+        """`acquire` without an answer."""
         terms = requests.terms(request, owner, session, self._settings.log_cap)
         now = time.monotonic()
         lease = self._ledger.admit(now, terms)
@@ -104,7 +107,7 @@ class Leases:
             lease = self._offer(now, request, terms)
         elif request.token not in (b"", lease.token):
             raise ServiceError(Code.ALREADY_EXISTS, "LEASE_EXISTS", f"lease {lease.id} exists with another token")
-        return pb.AcquireResponse(lease=self._message(self._live[lease.id], now), token=lease.token, epoch=self.epoch)
+        return self._live[lease.id]
 
     async def acquire_held(
         self, request: pb.AcquireRequest, owner: str, session: int | None, gone: Callable[[], bool]
@@ -198,11 +201,23 @@ class Leases:
 
     # Sessions
 
-    def listen(self, owner: str, listener: Callable[[pb.Lease], None]) -> None:
+    def session_begun(self, owner: str, session: int, listener: Callable[[pb.Lease], None]) -> None:
         """The owner's session gets its closed leases from now on."""
+        self._sessions[session] = owner
         self._listeners[owner] = listener
 
+    def stands(self, session: int) -> bool:
+        return session in self._sessions
+
+    def owner_of(self, session: int) -> str:
+        """Raises FAILED_PRECONDITION where that session is over."""
+        owner = self._sessions.get(session)
+        if owner is None:
+            raise ServiceError(Code.FAILED_PRECONDITION, "OWNER_GONE", "the owner's session is over")
+        return owner
+
     def session_ended(self, owner: str, session: int, listener: Callable[[pb.Lease], None]) -> None:
+        self._sessions.pop(session, None)
         if self._listeners.get(owner) == listener:
             del self._listeners[owner]
         self._carry_out(self._ledger.session_ended(time.monotonic(), session))
@@ -213,20 +228,6 @@ class Leases:
         """The state that the token's lease is in; None where it has ended."""
         lease = self._ledger.by_token(token)
         return None if lease is None else lease.state
-
-    def may_come(self, token: bytes) -> bool:
-        """Whether it is of no living lease, and waiting for one makes sense: its Acquire may be on the way."""
-        return self._ledger.by_token(token) is None and not self.stopping and len(self._expected) < _EXPECTED_MAX
-
-    async def until_offered(self, token: bytes) -> None:
-        """Waits for the lease of this token, for a bounded time."""
-        if self._ledger.by_token(token) is not None:
-            return  # it came before this task began
-        expected = self._expected.setdefault(token, asyncio.Event())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(expected.wait(), _EXPECTED_S)
-        if self._expected.get(token) is expected:
-            del self._expected[token]
 
     def claim(self, token: bytes, claimer: int, traceparent: str) -> Live:
         """The winner's lease, with `far` to be sent; `handed` or `withheld` follows."""
@@ -288,10 +289,14 @@ class Leases:
     def let_go(self, token: bytes, claimer: int) -> None:
         self._carry_out(self._ledger.let_go(time.monotonic(), token, claimer))
 
-    def exited(self, token: bytes, exit: Exit) -> None:
+    def exited(self, token: bytes, exit: Exit, closed: Callable[[], bool] | None) -> bool:
+        """Whether `closed` will be called, once the lease is closed; else it has ended, or nobody wants to know."""
         lease = self._ledger.by_token(token)
-        if lease is not None:
-            self._exited(self._live[lease.id], exit)
+        if lease is None:
+            return False
+        self._live[lease.id].on_closed = closed
+        self._exited(self._live[lease.id], exit)
+        return closed is not None
 
     def claimer_gone(self, claimer: int) -> None:
         self._carry_out(self._ledger.claimer_gone(time.monotonic(), claimer))
@@ -417,7 +422,9 @@ class Leases:
             self.counts.closed(live.logs)
         message = self._message(live, time.monotonic())
         message.closed.FromNanoseconds(time.time_ns())
-        if (listener := self._listeners.get(live.lease.terms.owner)) is not None:
+        told = live.on_closed is not None and live.on_closed()
+        live.on_closed = None
+        if not (told and live.taken) and (listener := self._listeners.get(live.lease.terms.owner)) is not None:
             listener(message)
         live.wake()
         for source in live.sources:
@@ -463,8 +470,6 @@ class Leases:
         live.sources = tuple(Source(ends[log.stream][0], log, budget, live) for log in self.store.logs(lease.id))
         self._live[lease.id] = live
         self._arm()
-        if (expected := self._expected.pop(token, None)) is not None:
-            expected.set()
         return lease
 
     def _living(self, lease_id: str) -> Live:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tightship.common.telemetry import Tracer
 from tightship.kernel.fdframes import Stream
@@ -26,7 +26,7 @@ class Live:
 
     __slots__ = (
         "acquired_ns", "bound_ns", "cancel_reason", "claimed_ns", "exited_ns", "far", "given_up", "labels", "lease",
-        "links", "pidfd", "pump", "sources", "stdin", "traceparent", "waiters", "writing",
+        "links", "on_closed", "pidfd", "pump", "sources", "stdin", "taken", "traceparent", "waiters", "writing",
     )  # fmt: skip
 
     def __init__(self, lease: Lease, pump: Pump, traceparent: str, labels: dict[str, str]) -> None:
@@ -44,6 +44,10 @@ class Live:
         self.cancel_reason = ""
         self.given_up = False
         """The owner has ended it: no failpoint holds it any longer."""
+        self.taken = False
+        """Its claimer made it, and tells the owner that it is closed, where it is told."""
+        self.on_closed: Callable[[], bool] | None = None
+        """Tells the claimer, when it is closed; whether that worked."""
         self.links: tuple[str, ...] = ()
         """Traces of who claimed it, or read or wrote its streams."""
         self.acquired_ns = time.time_ns()

@@ -78,8 +78,10 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, request: int) -> None:
-        self._leases.listen(self._owner, self._closed)
-        welcome = pb.SessionWelcome(epoch=self._leases.epoch, leases=self._leases.all(self._owner))
+        self._leases.session_begun(self._owner, self._number, self._closed)
+        welcome = pb.SessionWelcome(
+            epoch=self._leases.epoch, leases=self._leases.all(self._owner), session=self._number
+        )
         self._put(pb.SessionResponse(request=request, welcome=welcome))
 
     def end(self, error: ServiceError | None) -> None:
