@@ -34,6 +34,53 @@ def _on_signal(flag: Path, code: int) -> list[str]:
     return ["/bin/sh", "-c", f"while [ ! -e {flag} ]; do sleep 0.02; done; echo seen; exit {code}"]
 
 
+# Services that speak the protocol version before this one.
+_OLDER_SPAWNER = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "services")!r})
+from tightship.spawner import orders
+orders.VERSION = 1
+runpy.run_path({str(ROOT / "services/tightship/spawner/__main__.py")!r}, run_name="__main__")
+"""
+_OLDER_SWITCHBOARD = """
+# as with -m tightship.switchboard
+import runpy
+from tightship.kernel import fdframes
+from tightship.switchboard import session
+fdframes.VERSION = 1
+put = session.Session._put
+def older(self, response):
+    if response.HasField("welcome"):
+        response.welcome.ClearField("session")
+    put(self, response)
+session.Session._put = older
+runpy.run_module("tightship.switchboard", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("older", ["spawner", "switchboard", "both"])
+def test_an_older_peer_is_served(older: str, tmp_path: Path) -> None:
+    pair = Pair()
+    if older != "switchboard":
+        pair.commands["spawner"][3:4] = ["-c", _OLDER_SPAWNER]
+    if older != "spawner":
+        pair.commands["switchboard"][1:3] = ["-c", _OLDER_SWITCHBOARD]
+    with pair:
+        calls = pair.calls
+        before = pair.census()
+        assert calls.run(["/bin/sh", "-c", "echo hi; exit 3"], spec=FULL_SPEC).code == 3
+        kept = calls.detach(_on_signal(tmp_path / "go", 7), fresh_name(), FULL_SPEC)
+        pair.kill("containerizer")
+        pair.await_ready()
+        (tmp_path / "go").touch()
+        assert calls.wait(kept.id).exit_code == 7
+        assert calls.output(kept.lease_id)[1] == b"seen\n"
+        attached = calls.launch(["/bin/sleep", "600"], spec=FULL_SPEC)
+        attached.started()
+        attached.cancel()
+        pair.settle(before)
+
+
 @pytest.mark.parametrize("spec", ["", FULL_SPEC], ids=["plain", "namespaces"])
 def test_nsjail_69_containers_outlive_the_containerizer(faulty: Pair, tmp_path: Path, spec: str) -> None:
     calls = faulty.calls
