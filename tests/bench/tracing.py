@@ -1,8 +1,8 @@
 """The benchmark of traces: launches with tracing off and on, and with collectors that are live, slow, hanging or dead.
 
-A pair of services for each; blocks of launches alternate, long enough that what a pair exports of its block falls into
-it, so that all see the same machine, and medians are compared. Each launch must end with status 0, with its output
-whole, and clean. Exit status 1 where a mark is missed.
+A pair of services for each; a few launches of each alternate, so that all see the same machine, and medians are
+compared. There are as many rounds as the machine's noise asks for, judged by the spread of the ratios themselves. Each
+launch must end with status 0, with its output whole, and clean. Exit status 1 where a mark is missed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,8 +28,15 @@ MARK_ON = 1.15
 MARK_BAD = 1.05
 BAD = ("slow", "hanging", "dead")
 _SLOW_S = 1.0
-# Spans enough for an export (512) in each block.
-_BLOCK = 25
+# Launches of one pair after the other: an export, which 512 spans begin, falls into the block that began it.
+_BLOCK = 5
+_WARM_UP = 25
+_ROUNDS_MIN = 50
+# Rounds go on until the ratios' standard errors are below this.
+_ERROR = 0.015
+_RESAMPLES = 100
+
+Rounds = list[dict[str, list[float]]]
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -52,27 +58,42 @@ def _environment(port: int) -> dict[str, str]:
     return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
 
 
-def run(rounds: int) -> dict[str, Measure]:
-    """Milliseconds of one launch: medians."""
-    took: dict[str, list[float]] = {name: [] for name in ("off", "live", *BAD)}
+def run(most: int) -> dict[str, Measure]:
+    """Milliseconds of one launch: medians, of `most` rounds at most."""
+    rounds: Rounds = []
     with ExitStack() as stack:
         collectors = stack.enter_context(_Collectors())
-        environments: dict[str, Mapping[str, str]] = {"off": {}}
-        environments |= {name: _environment(port) for name, port in collectors.ports.items()}
-        pairs = {name: stack.enter_context(Pair(environments[name])) for name in took}
+        environments = {"off": {}, **{name: _environment(port) for name, port in collectors.ports.items()}}
+        pairs = {name: stack.enter_context(Pair(each)) for name, each in environments.items()}
         for pair in pairs.values():
-            for _ in range(_BLOCK):
+            for _ in range(_WARM_UP):
                 _launch(pair.calls)
-        for _ in range(rounds):
-            for name in random.sample([*took], len(took)):
-                took[name] += [_launch(pairs[name].calls) for _ in range(_BLOCK)]
-    medians = {name: statistics.median(each) * 1000 for name, each in took.items()}
-    results = {"launch traced against not, ms": measure(medians["live"], medians["off"], MARK_ON)}
+        while len(rounds) < most and (len(rounds) < _ROUNDS_MIN or _error(rounds) > _ERROR):
+            in_turn = random.sample([*pairs], len(pairs))
+            rounds.append({name: [_launch(pairs[name].calls) for _ in range(_BLOCK)] for name in in_turn})
+    print(f"{len(rounds)} rounds; standard error of the ratios {_error(rounds):.3f}")
+    live = _median(rounds, "live")
+    results = {"launch traced against not, ms": measure(live, _median(rounds, "off"), MARK_ON)}
     for name in BAD:
         results[f"launch with a {name} collector against a live one, ms"] = measure(
-            medians[name], medians["live"], MARK_BAD
+            _median(rounds, name), live, MARK_BAD
         )
     return results
+
+
+def _median(rounds: Rounds, name: str) -> float:
+    return statistics.median(took for each in rounds for took in each[name]) * 1000
+
+
+def _error(rounds: Rounds) -> float:
+    """The largest standard error of a ratio to the live one, by resampling whole rounds."""
+    ratios: dict[str, list[float]] = {name: [] for name in ("off", *BAD)}
+    for _ in range(_RESAMPLES):
+        some = random.choices(rounds, k=len(rounds))
+        live = _median(some, "live")
+        for name, found in ratios.items():
+            found.append(_median(some, name) / live)
+    return max(statistics.stdev(found) for found in ratios.values())
 
 
 class _Collectors:
@@ -131,7 +152,7 @@ def _answer(connection: socket.socket, delay: float | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("build/bench.json"))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=300, help="at most")
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.collect:

@@ -5,6 +5,7 @@ Imported only where tracing is on: it needs the SDK.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ Present = dict[str, str | bool | int | float | Sequence[str]]
 _log = logging.getLogger("tightship.telemetry")
 
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_UNSET = Status(StatusCode.UNSET)
+_KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _ANY = SpanContext(1, 1, is_remote=False, trace_flags=_SAMPLED)
 
 
@@ -37,6 +40,20 @@ class Late(ReadableSpan):
         return _ANY
 
 
+class _Hashed(Resource):
+    """A resource whose hash is not made anew, by way of JSON, for each span that is encoded."""
+
+    def __init__(self, resource: Resource) -> None:
+        super().__init__(resource.attributes, resource.schema_url)
+        self._hash = super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
+
+
 class BuildingExporter(SpanExporter):
     """Builds the spans of a batch and exports them. Counts: `taken` from the queue, `failed` to be exported."""
 
@@ -46,7 +63,7 @@ class BuildingExporter(SpanExporter):
         self._told = 0
         """`failed` when the last export succeeded."""
         self._exporter = exporter
-        self._resource = resource
+        self._resource = _Hashed(resource)
         self._scope = scope
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -80,7 +97,6 @@ class BuildingExporter(SpanExporter):
         events: Iterable[tuple[str, int, Mapping[str, str]]],
         links: Iterable[str],
     ) -> ReadableSpan:
-        linked = [context for context in (_context(link, remote=True) for link in links) if context is not None]
         return ReadableSpan(
             name,
             context=_context(traceparent, remote=False),
@@ -88,19 +104,21 @@ class BuildingExporter(SpanExporter):
             resource=self._resource,
             attributes=_present(attributes),
             events=[Event(label, _present(values), time_ns) for label, time_ns, values in events],
-            links=[Link(context) for context in linked],
-            kind=SpanKind[kind.upper()],
-            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error),
+            links=[Link(context) for link in links if (context := _context(link, remote=True)) is not None],
+            kind=_KINDS[kind],
+            status=_UNSET if error is None else Status(StatusCode.ERROR, error),
             start_time=start_ns,
             end_time=max(start_ns, end_ns),
             instrumentation_scope=self._scope,
         )
 
 
+@functools.lru_cache(64)  # of siblings the parent is the same
 def _context(traceparent: str | None, remote: bool) -> SpanContext | None:
     """None for what is no valid traceparent."""
     try:
-        trace, span, flags = (int(part, 16) for part in (traceparent or "").split("-")[1:])
+        _, trace_hex, span_hex, flags_hex = (traceparent or "").split("-")
+        trace, span, flags = int(trace_hex, 16), int(span_hex, 16), int(flags_hex, 16)
     except ValueError:
         return None
     context = SpanContext(trace, span, is_remote=remote, trace_flags=TraceFlags(flags & TraceFlags.SAMPLED))
