@@ -7,6 +7,7 @@ on the host are cgroups, which the next start has to find by its journal.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tests.compose.engine import docker
 from tests.compose.rig import Rig
 from tests.harness import census
 from tests.harness.calls import FULL_SPEC, code, fresh_name
+from tests.harness.pair import ROOT
 from tests.harness.waiting import Answer, await_end, until
 from tightship.v1 import containerizer_pb2 as cpb
 from tightship.v1 import switchboard_pb2 as spb
@@ -61,6 +63,19 @@ def test_mesos_9502_incident_a_on_demand(faulty: Rig, point: str, stopped: bool)
     faulty.points.clear()
     faulty.await_ready()
     assert calls.run(["/bin/true"], parent).code == 0, "the name is free"
+
+
+def test_mesos_9502_by_the_commands_of_the_faults_file(faulty: Rig) -> None:
+    text = (ROOT / "docker-compose.faults.yml").read_text()
+    lines = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   docker-compose ")]
+    assert (lines[0], lines[-1]) == ("docker-compose up -d", "docker-compose down -v")
+    arm, check, end, audit = (shlex.split(line)[1:] for line in lines[1:-1])
+    faulty.compose(*arm)
+    assert "gone away" in faulty.compose(*check)
+    assert faulty.points.was_hit("spawner.claim.after")
+    faulty.compose(*end)
+    assert "0 found" in faulty.compose(*audit)
+    assert faulty.calls.run(["/bin/true"], "/check").code == 0, "the name is free"
 
 
 @pytest.mark.parametrize("how", ["stop", "restart", "kill", "crash"])
