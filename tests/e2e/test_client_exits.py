@@ -334,8 +334,18 @@ def _status(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
+def _container(pair: Pair, launch_id: str) -> cpb.Container:
+    return pair.calls.containerizer.Get(cpb.GetRequest(name=launch_id), timeout=10).container
+
+
+def _await_cancelled(pair: Pair, launch_id: str) -> None:
+    """Where nobody was told: its record comes a moment after its cgroups went."""
+    until(lambda: _container(pair, launch_id).state == cpb.Container.ENDED, "it has ended")
+    _check_cancelled(pair, launch_id)
+
+
 def _check_cancelled(pair: Pair, launch_id: str) -> None:
-    container = pair.calls.containerizer.Get(cpb.GetRequest(name=launch_id), timeout=10).container
+    container = _container(pair, launch_id)
     assert container.state == cpb.Container.ENDED
     assert container.record.reason == cpb.Record.CANCELLED
 
@@ -356,7 +366,7 @@ def test_it_goes_when_the_program_is_gone(pair: Pair, case: str) -> None:
         code, said = _status(process)
         assert code == 7, said
         assert "Traceback" not in said
-    _check_cancelled(pair, launch_id)
+    _await_cancelled(pair, launch_id)
 
 
 @pytest.mark.parametrize("case", SIGNALLED)
@@ -378,7 +388,7 @@ def test_a_program_that_is_killed(pair: Pair, case: str, number: signal.Signals)
         process.send_signal(number)
         code, _ = _status(process)
         assert code == -number
-    _check_cancelled(pair, launch_id)
+    _await_cancelled(pair, launch_id)
 
 
 def test_an_interrupt_while_it_starts(own_pair: Pair) -> None:
