@@ -60,6 +60,7 @@ def _own_engine() -> Iterator[None]:
         while not _answers():
             assert daemon.poll() is None and time.monotonic() < until, (_STATE / "log").read_text()[-4000:]
             time.sleep(0.2)
+        docker("image", "prune", "--force", "--filter", "until=24h")  # stages of builds long past
         yield
     finally:
         daemon.terminate()
