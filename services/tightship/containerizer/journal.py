@@ -365,7 +365,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = OFF")
-    db.execute("PRAGMA cache_size = -1024")
+    db.execute("PRAGMA cache_size = -256")
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version not in (0, _VERSION):
         raise sqlite3.DatabaseError(f"journal version {version}")
