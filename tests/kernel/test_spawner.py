@@ -181,6 +181,21 @@ def test_an_opened_launch_costs_the_spawner_one_descriptor(rig: Rig) -> None:
         rig.client.call("ACK", launch=launch)
 
 
+def test_the_mounts_of_a_short_command_are_held_until_its_exit_is_acknowledged(rig: Rig) -> None:
+    before = rig.kinds()
+    launch = rig.opened("true", namespaces=ALL)
+    rig.client.event("exited", launch)
+    rig.client.await_closed(launch)
+    assert rig.kinds() == sorted([*before, "mnt"])
+    rig.client.call("ACK", launch=launch)
+    assert rig.kinds() == before
+    launch = rig.opened("sleep", "60", namespaces=ALL)
+    wait_until(lambda: rig.kinds() == sorted([*before, "anon_inode"]), "only its pidfd is left")
+    rig.client.call("KILL", launch=launch)
+    rig.client.event("exited", launch)
+    rig.client.call("ACK", launch=launch)
+
+
 def test_the_end_of_a_command_is_the_end_of_its_streams_though_a_sibling_waits_at_its_gate(rig: Rig) -> None:
     waiting, _ = rig.ready("true")
     assert rig.ran("echo", "x")[1] == b"x\n"

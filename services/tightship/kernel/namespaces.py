@@ -39,3 +39,8 @@ def bring_loopback_up(calls: Calls, stage: str, free: int) -> None:
     calls.add(stage, "socket", socket.AF_INET, socket.SOCK_DGRAM | os.O_CLOEXEC, 0)
     calls.add(stage, "ioctl", free, _SIOCSIFFLAGS, _IFREQ.pack(b"lo", _IFF_UP))
     calls.add(stage, "close", free)
+
+
+def hold_mounts(pid: int) -> int:
+    """A descriptor of the process's mount namespace, which keeps it until it is closed. Raises OSError."""
+    return os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)

@@ -71,6 +71,9 @@ class Contained:
             os.close(self.pidfd)
             self.pidfd = -1
 
+    def forgotten(self) -> None:
+        """It is acknowledged, and out of the table."""
+
     def entry(self) -> Packet:
         """What HELLO tells of it."""
         entry: Packet = {

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from tightship.common import failpoints
 from tightship.common.packets import Packet
-from tightship.kernel import fdframes, fdpass, process
+from tightship.kernel import fdframes, fdpass, namespaces, process
 from tightship.kernel.fdframes import Frame, Stream, Type
 from tightship.spawner import child, fdclient
 from tightship.spawner.contained import Contained, Ending
 from tightship.spawner.gate import Gate
-from tightship.spawner.loop import Loop
+from tightship.spawner.loop import Loop, Timer
 from tightship.spawner.notices import notice_exception
 from tightship.spawner.orders import LaunchOrder, OrderError
 from tightship.spawner.routine import Routine, Steps
@@ -27,6 +27,10 @@ Reply = Callable[[Packet], None]
 _CONNECT_S = 2.0
 _HOLD_POLL_S = 0.005
 _WAITING_MAX = 64
+# The kernel takes a quarter of a millisecond to take a mount namespace down, in the exit of its last process and before
+# anybody is told of that, unless somebody else holds it. So we do, for commands that are over in a moment, until their
+# exit is acknowledged.
+_MOUNTS_HELD_S = 1.0
 
 
 class Surroundings:
@@ -73,6 +77,8 @@ class Launch(Contained):
         self._stopping = False
         self._hurried = False
         self._timer = around.loop.later(order.timeout_s, self._timed_out)
+        self._mounts = -1
+        self._mounts_timer: Timer | None = None
         self._routine = Routine(self._steps(order), self._launched)
         self._gate = Gate(around.loop, around.null, self._routine.wake)
         around.unopened += 1
@@ -147,7 +153,8 @@ class Launch(Contained):
             self._routine.wake()
 
     def descriptors(self) -> list[int]:
-        return [*super().descriptors(), *self._streams.values(), *self._gate.descriptors()]
+        mounts = [] if self._mounts < 0 else [self._mounts]
+        return [*super().descriptors(), *self._streams.values(), *self._gate.descriptors(), *mounts]
 
     def entry(self) -> Packet:
         entry = super().entry()
@@ -176,6 +183,8 @@ class Launch(Contained):
             self._stage = "bind"
             yield from self._reach("spawner.bind.before")
             self._bind()
+            if "mount" in order.namespaces:
+                self._hold_mounts()
             # Read while the child is at work.
             stat = process.stat(self.pid)
             self.start = stat.start if stat is not None else 0
@@ -366,9 +375,28 @@ class Launch(Contained):
         stat = process.stat(self.pid)
         return stat is not None and stat.execed
 
+    def _hold_mounts(self) -> None:
+        try:
+            self._mounts = namespaces.hold_mounts(self.pid)
+        except OSError:
+            return  # it has died, or there is no descriptor left: then its exit is told later
+        self._mounts_timer = self._around.loop.later(_MOUNTS_HELD_S, self._drop_mounts)
+
+    def forgotten(self) -> None:
+        self._drop_mounts()
+
+    def _drop_mounts(self) -> None:
+        if self._mounts_timer is not None:
+            self._mounts_timer.cancel()
+            self._mounts_timer = None
+        if self._mounts >= 0:
+            os.close(self._mounts)
+            self._mounts = -1
+
     def _undo(self) -> Steps:
         """Kills the child, waits for its reap, and tells the switchboard. Nothing interrupts it."""
         self._stopping = True
+        self._drop_mounts()
         if self.pid:
             while self.ending is None:
                 self.kill()

@@ -350,6 +350,7 @@ class Server:
 
     def _forget(self, launch: Contained) -> None:
         del self._launches[launch.id]
+        launch.forgotten()
         self._forgotten += 1
         if self._forgotten % _COLLECT_EVERY == 0:
             gc.collect()
