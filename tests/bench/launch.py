@@ -1,7 +1,8 @@
 """The benchmark: a launch of `true` against `crun run` with the same namespaces and limits, in one run.
 
 Pairs alternate, so that both see the same machine, and medians are compared. A launch is timed from the call on an open
-channel until GONE; crun from its start to its exit. Exit status 1 where a mark is missed.
+channel until GONE; crun from its start to its exit, with the bundle that `crun spec` writes; and, for information, with
+one stripped of all that a launch has not (tests/bench/peer.py). Exit status 1 where a mark is missed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _together(calls: Calls) -> None:
         thread.join()
 
 
-def in_turn(calls: Calls, crun: Crun, pairs: int, apart_s: float) -> Measure:
+def in_turn(calls: Calls, crun: Crun, pairs: int, apart_s: float, mark: float | None = MARK) -> Measure:
     """Milliseconds of one launch, medians, each `apart_s` after the end of the one before."""
     ours, theirs = [], []
     for _ in range(pairs):
@@ -73,7 +74,7 @@ def in_turn(calls: Calls, crun: Crun, pairs: int, apart_s: float) -> Measure:
         time.sleep(apart_s)
         theirs.append(crun.run())
     value, peer = statistics.median(ours) * 1000, statistics.median(theirs) * 1000
-    return measure(value, peer, MARK)
+    return measure(value, peer, mark)
 
 
 def in_flight(calls: Calls, crun: Crun, pairs: int) -> Measure:
@@ -118,13 +119,15 @@ def main() -> None:
     options = parser.parse_args()
     if shutil.which("crun") is None:
         sys.exit("the benchmark compares with crun, which is missing: apt-get install crun")
-    with Pair() as pair, Crun() as crun:
+    with Pair() as pair, Crun() as crun, Crun(stripped=True) as stripped:
         for _ in range(_WARM_UP):
             _launch(pair.calls)
             crun.run()
+            stripped.run()
         results = {
             "launch back to back, ms": in_turn(pair.calls, crun, options.pairs, 0),
             "launch 100 ms apart, ms": in_turn(pair.calls, crun, options.pairs // 2, 0.1),
+            "launch back to back against crun stripped, ms": in_turn(pair.calls, stripped, options.pairs, 0, None),
             f"launches {TOGETHER} in flight, per s": in_flight(pair.calls, crun, 10),
         }
     write(options.output, results)

@@ -1,12 +1,15 @@
 """crun as the peer: a process in a mount namespace of its own that runs bundles and times them, one line an order.
 
-crun refuses hybrid cgroup trees, so /sys/fs/cgroup/unified is taken out of that namespace. The host's root, read-only,
-is its root file system, as it is a launch's. `COUNT` on standard input runs so many at the same time; the answer is the
-nanoseconds from the start of the first to the end of the last.
+A bundle is what `crun spec` writes, with a launch's namespaces, limits, host name and command in the place of its own;
+stripped, it has no mounts but those that a launch has. crun refuses hybrid cgroup trees, so /sys/fs/cgroup/unified is
+taken out of that namespace. The host's root, read-only, is its root file system, as it is a launch's. `COUNT` on
+standard input runs so many at the same time; the answer is the nanoseconds from the start of the first to the end of
+the last.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -26,10 +29,15 @@ RESOURCES = {
 NAMESPACES = ("pid", "mount", "ipc", "uts")
 _CRUN = ("crun", "--root", "state", "--cgroup-manager=cgroupfs")
 _PARENT = f"/tightship-bench-{os.getpid()}"
+_numbers = itertools.count()
 
 
 class Crun:
     """Use as a context manager. Raises FileNotFoundError where crun is missing."""
+
+    def __init__(self, *, stripped: bool = False) -> None:
+        self._stripped = stripped
+        self._parent = f"{_PARENT}-{next(_numbers)}"
 
     def __enter__(self) -> Self:
         self._directory = tempfile.TemporaryDirectory(prefix="tsbench", dir="/tmp")
@@ -41,16 +49,18 @@ class Crun:
         config["process"] |= {"terminal": False, "args": ["/bin/true"]}
         config["root"] = {"path": "rootfs", "readonly": True}
         config["hostname"] = "inside"
-        config["mounts"] = [
-            {"destination": "/proc", "type": "proc", "source": "proc"},
-            # The host's, as a launch has it; without one, crun would make devices on the host's disk.
-            {"destination": "/dev", "type": "bind", "source": "/dev", "options": ["rbind"]},
-        ]
-        config["linux"] = {"namespaces": [{"type": one} for one in NAMESPACES], "resources": RESOURCES}
+        config["linux"] |= {"namespaces": [{"type": one} for one in NAMESPACES], "resources": RESOURCES}
+        if self._stripped:
+            config["mounts"] = [
+                {"destination": "/proc", "type": "proc", "source": "proc"},
+                # The host's, as a launch has it; without one, crun would make devices on the host's disk.
+                {"destination": "/dev", "type": "bind", "source": "/dev", "options": ["rbind"]},
+            ]
+            del config["linux"]["maskedPaths"], config["linux"]["readonlyPaths"]
         (bundle / "config.json").write_text(json.dumps(config))
         self._process = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside, "sh",
-             sys.executable, "-I", "-S", __file__, _PARENT],
+             sys.executable, "-I", "-S", __file__, self._parent],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=bundle,
         )  # fmt: skip
         return self
@@ -63,7 +73,7 @@ class Crun:
         self._process.wait(30)
         self._directory.cleanup()
         for hierarchy in Path("/sys/fs/cgroup").iterdir():
-            if (left := hierarchy / _PARENT[1:]).is_dir():
+            if (left := hierarchy / self._parent[1:]).is_dir():
                 left.rmdir()
 
     def run(self, together: int = 1) -> float:
