@@ -15,6 +15,7 @@ from tightship.common import rights
 from tightship.common.errors import Code, ServiceError
 from tightship.common.telemetry import CallTrace
 from tightship.containerizer import names, plan, refusals, requests, spec, steps
+from tightship.containerizer.apply import Apply
 from tightship.containerizer.journal import Kind, Row
 from tightship.containerizer.operations import Operation, Parts
 from tightship.v1 import containerizer_pb2 as pb
@@ -71,7 +72,9 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     )
     operation = _intend(parts, row, remaining)
     stdin = request.stdin == STDIN_PIPE
-    operation.acquire = sb.AcquireRequest(
+    apply = operation.apply
+    assert apply is not None
+    apply.acquire = sb.AcquireRequest(
         lease_id=identity,
         owner=owner(machine.instance),
         stdin=stdin,
@@ -81,7 +84,7 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     )
     host = given.virtual_host if given.HasField("virtual_host") else None
     tracker = machine.tracker
-    operation.launch_order |= {
+    apply.order |= {
         "stdin": stdin,
         "argv": list(request.command),
         "env": list(request.env),
@@ -233,7 +236,7 @@ def _intend(parts: Parts, row: Row, remaining: float | None) -> Operation:
     except sqlite3.Error as error:
         raise refusals.of_step("journal", error) from error
     operation = Operation(parts, row, remaining=remaining)
-    operation.launch_order["meta"] = meta
+    operation.apply = Apply(operation, meta)
     parts.registry.add(operation)
     return operation
 

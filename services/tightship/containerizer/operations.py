@@ -8,40 +8,35 @@ backwards within a budget; what is left makes it pending, and the same task walk
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
-import secrets
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tightship.common import failpoints, logs
+from tightship.common import logs
 from tightship.common.errors import Code, ServiceError
-from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
 from tightship.common.telemetry import Tracer
-from tightship.containerizer import records, refusals, spans, steps, story
+from tightship.containerizer import records, spans, steps, story
+from tightship.containerizer.apply import Apply
 from tightship.containerizer.backoff import Backoff
 from tightship.containerizer.counts import Counts
 from tightship.containerizer.journal import Ended, Journal, Kind, Phase, Row
 from tightship.containerizer.machine import Machine
-from tightship.containerizer.plan import CGROUP_KINDS
 from tightship.containerizer.records import Exit
 from tightship.containerizer.registry import Registry
 from tightship.containerizer.settings import Settings
-from tightship.containerizer.spawner_link import OrderFailed, SpawnerLink
+from tightship.containerizer.spawner_link import SpawnerLink
 from tightship.containerizer.spec import seconds
 from tightship.containerizer.steps import Interrupted, Undone
 from tightship.containerizer.switchboard_link import SwitchboardLink
 from tightship.containerizer.walk import Walk
-from tightship.kernel.fdframes import TOKEN_SIZE
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
-from tightship.v1 import switchboard_pb2 as sb
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +85,8 @@ class Operation:
     def __init__(self, parts: Parts, row: Row, *, remaining: float | None = None, recovering: bool = False) -> None:
         self.parts = parts
         self.row = row
-        self.launch_order: dict[str, Any] = {}
-        """The fields of LAUNCH and Acquire that only a new launch has; dropped when sent."""
-        self.acquire = sb.AcquireRequest()
-        self.at_gate: Callable[[Operation], None] | None = None
-        """Called when the process waits at its gate, in its cgroups."""
+        self.apply: Apply | None = None
+        """With what only a new container has; None once it has run."""
         self.in_force: list[pb.InForce] = []
         self.recovering = recovering
         self.asked = row.reason if row.phase is Phase.UNDOING and row.reason not in _NOT_ASKED else ""
@@ -113,7 +105,6 @@ class Operation:
         self._remaining_until = None if remaining is None else time.monotonic() + remaining
         self._budget: float | None = None
         self.begun = {step.name for step in row.plan} if recovering or row.kind is Kind.CLEANUP else set[str]()
-        self._session = 0
         self.closed_leases: set[str] = set()
         self.impatient = False
         self._again = False
@@ -128,7 +119,7 @@ class Operation:
         self._counters = records.Counters()
         """What was counted before directories went whose process had not been told to have ended."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._racing: asyncio.Future[Any] | None = None
+        self.racing: asyncio.Future[Any] | None = None
         """What the apply waits for; an ask ends the wait."""
         self._watchers: set[asyncio.Future[None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -182,8 +173,8 @@ class Operation:
             self._budget = budget
         if not self.asked and self.exit is None and self.row.phase is not Phase.UNDOING:
             self.asked = reason
-            if self._racing is not None and not self._racing.done():
-                self._racing.set_exception(Interrupted())
+            if self.racing is not None and not self.racing.done():
+                self.racing.set_exception(Interrupted())
         if self.over:
             self.over = False
             self._again = True
@@ -287,13 +278,17 @@ class Operation:
         if row.phase is Phase.INTENDED:
             if self.recovering:
                 return "recovered"
+            apply = self.apply
+            assert apply is not None
             try:
-                await self._apply()
+                await apply.run()
             except Interrupted:
                 return self.asked
             except ServiceError as error:
-                self.error = self._explained(error)
+                self.error = apply.explained(error)
                 return "error"
+            finally:
+                self.apply = None
             self.cancel_step = ""
             self.started = True
             self.changed()
@@ -301,136 +296,6 @@ class Operation:
         self._arm("max_lifetime", row.live.lifetime)
         await self.until(lambda: self.exit or self.asked)
         return "exit" if self.exit else self.asked
-
-    async def _apply(self) -> None:
-        if self.row.kind is Kind.LAUNCH:
-            await self._apply_launch()
-            return
-        await self._apply_cgroups()
-        async with self._step("commit"):
-            self._commit()
-
-    async def _apply_launch(self) -> None:
-        spawner = self.parts.spawner
-        # Its process is to be looked at while it waits at its gate, or the spawner is an older one.
-        stepwise = self.at_gate is not None or not spawner.prepares
-        async with self._step("lease"):
-            await self._lease()
-        if stepwise:
-            await self._apply_cgroups()
-        async with self._step("spawn"):
-            spawned = self._spawn(prepare=not stepwise)
-            if stepwise:
-                self._identified(await self._race(spawned, SPAWN_TIMEOUT_S + 0.5, "spawn"))
-            else:
-                await self._apply_cgroups()  # while it claims
-        async with self._step("commit"):
-            self._commit()
-        if self.at_gate is not None:
-            self.at_gate(self)
-        async with self._step("open"):
-            if stepwise:
-                opened = spawner.order("OPEN", launch=self.row.id)
-            else:
-                spawner.tell("OPEN", launch=self.row.id)
-                opened = spawned
-            self._opened(await self._race(opened, SPAWN_TIMEOUT_S + OPEN_TIMEOUT_S, "open"))
-
-    def _explained(self, error: ServiceError) -> ServiceError:
-        """A launch whose process found no memory to start in is told so; its cgroups are there still."""
-        if self.row.kind is not Kind.LAUNCH or error.metadata.get("errno") not in refusals.STARVED:
-            return error
-        limit = next((step for step in self.row.plan if step.field == "memory.limit" and step.value != "-1"), None)
-        killed = records.read_counters(self.parts.machine, self.row.name).oom_kills
-        return refusals.of_memory(limit, error) if killed or (limit and limit.value == "0") else error
-
-    async def _lease(self) -> None:
-        """Its claimer makes the lease, where spawner and switchboard can do that; else it is acquired here."""
-        link = self.parts.switchboard
-        if not await self.until(lambda: link.session or self.asked, LEASE_TIMEOUT_S):
-            raise ServiceError(
-                Code.UNAVAILABLE, "SWITCHBOARD_AWAY", "the switchboard can't be reached", 0.5, stage="lease"
-            )
-        self._check_asked()
-        self._session = link.session
-        self.closed_leases.discard(self.row.id)  # an earlier welcome could not list it
-        acquire, self.acquire = self.acquire, sb.AcquireRequest()
-        order = self.launch_order
-        order["epoch"] = link.epoch
-        if self.parts.spawner.prepares and link.taking:
-            acquire.session = link.taking
-            order["acquire"] = base64.b64encode(acquire.SerializeToString()).decode()
-            order["token"] = secrets.token_hex(TOKEN_SIZE)
-        else:
-            answer = await self._race(link.acquire(acquire), LEASE_TIMEOUT_S, "lease")
-            order["token"] = answer.token.hex()
-
-    async def _apply_cgroups(self) -> None:
-        mine = [step for step in self.row.plan if step.kind in CGROUP_KINDS]
-        self.begun.update(step.name for step in mine)
-        prefix = f"containerizer.{self.row.kind}"
-        times: steps.Times = {}
-        try:
-            if failpoints.DIRECTORY is None:
-                # New directories, tens of microseconds each: a worker's hop would take longer than the loop is held.
-                steps.apply(mine, prefix, self._interrupted, times)
-            else:
-                await self.hop(lambda: steps.apply(mine, prefix, self._interrupted, times), CGROUP_TIMEOUT_S)
-        finally:
-            self.row.live.times.update(times)
-
-    def _spawn(self, *, prepare: bool) -> asyncio.Future[Packet]:
-        """To be answered when the process is at its gate; with `prepare` when OPEN has come and the command runs."""
-        order, self.launch_order = self.launch_order, {}
-        if prepare:
-            order["prepare"] = True
-        return self.parts.spawner.order(
-            "LAUNCH",
-            launch=self.row.id,
-            lease=self.row.id,
-            traceparent=self.row.trace,
-            timeout_ms=int(SPAWN_TIMEOUT_S * 1000),
-            gate_ms=GATE_MS,
-            **order,
-        )
-
-    def _identified(self, reply: Packet) -> None:
-        self.row.live.pid = int(reply.get("pid") or self.row.live.pid)
-        self.row.live.start = int(reply.get("start") or self.row.live.start)
-
-    def _commit(self) -> None:
-        row = self.row
-        if row.kind is Kind.LAUNCH:
-            if self.parts.switchboard.session != self._session:
-                raise ServiceError(Code.UNAVAILABLE, "SWITCHBOARD_AWAY", "the session with the switchboard broke", 0.5)
-            self._count_down()
-            row.live.started = time.time_ns()
-            row.live.started_monotonic = time.monotonic_ns()
-            row.live.spawner = self.parts.spawner.identity
-        row.phase = Phase.COMMITTED
-        self.parts.journal.update(row)
-
-    def _count_down(self) -> None:
-        row = self.row
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        row.live.deadline = now + row.timeout if row.timeout is not None else None
-        row.live.lifetime = now + row.max_lifetime if row.max_lifetime is not None else None
-
-    def _opened(self, reply: Packet) -> None:
-        live = self.row.live
-        live.opened = True
-        self._identified(reply)
-        times: dict[str, int] = reply.get("times") or {}
-        wall = time.time_ns() - time.monotonic_ns()
-        live.started_monotonic = times.get("exec") or time.monotonic_ns()
-        live.started = live.started_monotonic + wall
-        # They were over later than what was sent for them.
-        for step, ended in (("lease", "claim"), ("spawn", "ready")):
-            if ended in times:
-                live.times[step] = (live.times[step][0], times[ended] + wall)
-        self._count_down()
-        # With the pid: a spawner after this one finds the process by it.
-        self._write()
 
     def _arm(self, reason: str, at: float | None) -> None:
         if at is not None:
@@ -452,7 +317,7 @@ class Operation:
         if self.exit is not None and self.record is None:
             self.conclude()
         else:
-            self._write()
+            self.write()
         backoff = Backoff(0.2, 30.0)
         while True:
             self._again = self.impatient = False
@@ -515,7 +380,7 @@ class Operation:
         counters = records.read_counters(self.parts.machine, self.row.name).joined(self._counters)
         self.record = records.of_exit(self.row, self.exit, self.asked, counters)
         self.row.record = self.record.SerializeToString()
-        self._write()
+        self.write()
         self.started = True
         self.changed()
 
@@ -577,37 +442,6 @@ class Operation:
 
     # Small parts.
 
-    @contextlib.asynccontextmanager
-    async def _step(self, name: str) -> AsyncIterator[None]:
-        point = f"containerizer.{self.row.kind}.{name}"
-        self.cancel_step = name
-        begun = time.time_ns()
-        try:
-            await failpoints.hold(point + ".before", self._interrupted)
-            self._check_asked()
-            self.begun.add(name)
-            yield
-            await failpoints.hold(point + ".after", self._interrupted)
-            self._check_asked()
-        except OrderFailed as error:
-            raise refusals.of_order(name, error) from error
-        except (OSError, sqlite3.Error) as error:
-            raise refusals.of_step(name, error) from error
-        finally:
-            self.row.live.times.setdefault(name, (begun, time.time_ns()))
-
-    async def _race(self, future: asyncio.Future[T], timeout: float, what: str) -> T:
-        """The future's result. Raises Interrupted when asked first, or UNAVAILABLE after `timeout` seconds."""
-        self._check_asked()
-        late = ServiceError(Code.UNAVAILABLE, "STEP_TIMED_OUT", f"{what} took more than {timeout:g} s", 0.5, stage=what)
-        timer = asyncio.get_running_loop().call_later(timeout, _fail, future, late)
-        self._racing = future
-        try:
-            return await future
-        finally:
-            self._racing = None
-            timer.cancel()
-
     async def hop(self, work: Callable[[], T], timeout: float) -> T:
         """Runs it in a worker thread. One that does not come back in time is left to come back later."""
         future = asyncio.get_running_loop().run_in_executor(self.parts.pool, work)
@@ -625,7 +459,7 @@ class Operation:
         future.exception()  # seen
         self.changed()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Phase and record; a full disk must not stop an undo, which is idempotent anyway."""
         try:
             self.parts.journal.update(self.row)
@@ -635,22 +469,13 @@ class Operation:
     def _about(self) -> dict[str, dict[str, str]]:
         return logs.about(self.row.id, self.row.name, self.row.trace)
 
-    def _interrupted(self) -> bool:
+    def interrupted(self) -> bool:
         """Whether what only waits is to end; also asked when the main process has already ended by itself."""
         return bool(self.asked) or self.impatient
-
-    def _check_asked(self) -> None:
-        if self.asked:
-            raise Interrupted
 
     def changed(self) -> None:
         for watcher in self._watchers:
             _wake(watcher)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _wake(watcher: asyncio.Future[None]) -> None:

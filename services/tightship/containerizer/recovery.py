@@ -22,8 +22,9 @@ from typing import Any
 from tightship.common import logs
 from tightship.common.packets import Packet
 from tightship.containerizer import names, plan, steps
+from tightship.containerizer.apply import OPEN_TIMEOUT_S
 from tightship.containerizer.journal import Kind, Phase, Row
-from tightship.containerizer.operations import OPEN_TIMEOUT_S, Operation, Parts
+from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.records import Exit
 from tightship.containerizer.spawner_link import OrderFailed
 from tightship.kernel import cgroup

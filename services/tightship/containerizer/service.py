@@ -108,8 +108,8 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                         _check_same(ended.request_hash, request, ended.name)
                         return ended, True
                 operation = admission.launch(self._parts, request, context.time_remaining(), trace)
-                if request.report_in_force:
-                    operation.at_gate = describe.note_in_force
+                if request.report_in_force and operation.apply is not None:
+                    operation.apply.at_gate = describe.note_in_force
                 operation.start()
                 return operation, False
             _check_same(known.row.request_hash, request, known.row.name)
