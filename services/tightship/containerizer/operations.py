@@ -316,6 +316,7 @@ class Operation:
         self._unsettle()
         if self.exit is not None and self.record is None:
             self.conclude()
+            await asyncio.sleep(0)  # who waits for it is told before the directories go
         else:
             self.write()
         backoff = Backoff(0.2, 30.0)
@@ -326,8 +327,15 @@ class Operation:
             with spans.walking(self):
                 self.left = await self._walk()
             story.keep(self)
-            if not self.left and self._forget():
-                break
+            if not self.left:
+                # Told before it is written: after a crash in between there is nothing to undo, and the record is there.
+                self.gone = self.over = True
+                self.parts.registry.leaves(self)
+                self.parts.counts.cleanup_took(time.monotonic() - self._undo_begun)
+                self.changed()
+                await asyncio.sleep(0)
+                if self.finish():
+                    return
             if not self.over_budget:
                 self.over_budget = True
                 left = "; ".join(f"{name}: {why}" for name, why in self.left.items())
@@ -337,13 +345,20 @@ class Operation:
             self.changed()
             await self.until(lambda: self._again, backoff.next())
             self.over = False
+
+    def finish(self) -> bool:
+        """Forgets what is gone, once; False where the journal can't be written: then its cleanup is pending again."""
+        if self.parts.registry.by_id.get(self.row.id) is not self:
+            return True
+        if not self._forget():
+            self.gone = False
+            return False
         self.parts.registry.remove(self)
-        self.gone = self.over = True
-        self.parts.counts.cleanup_took(time.monotonic() - self._undo_begun)
+        if self.row.live.opened:
+            self.parts.spawner.tell("ACK", launch=self.row.id)
         self.changed()
-        if row.live.opened:
-            self.parts.spawner.tell("ACK", launch=row.id)
         spans.tell_end(self)
+        return True
 
     def settle(self) -> bool:
         """What lives for longer: the times of its steps go to the journal alone. False where it has not started yet."""

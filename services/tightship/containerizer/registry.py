@@ -19,10 +19,12 @@ class Registry:
         self._by_request: dict[str, Operation] = {}
         self._children: dict[str, set[str]] = {}
         self._fresh: list[str] = []
+        self._leaving: list[Operation] = []
         self.made: dict[str, int] = {}
         """How many each client has made of what lives; those of the main door aren't counted."""
 
     def __len__(self) -> int:
+        self.finish()
         return len(self.by_id)
 
     def add(self, operation: Operation) -> None:
@@ -53,18 +55,32 @@ class Registry:
             if not self.made[row.client]:
                 del self.made[row.client]
 
+    def leaves(self, operation: Operation) -> None:
+        """It is gone, and told so; whoever looks for anything before it is forgotten has it forgotten first."""
+        self._leaving.append(operation)
+
+    def finish(self) -> None:
+        """Forgets what has left."""
+        leaving, self._leaving = self._leaving, []
+        for operation in leaving:
+            operation.finish()
+
     def named(self, name: str) -> Operation | None:
+        self.finish()
         return self._by_name.get(name)
 
     def requested(self, request_id: str) -> Operation | None:
+        self.finish()
         return self._by_request.get(request_id) if request_id else None
 
     def find(self, name_or_id: str) -> Operation | None:
         """A name starts with "/", an id never does."""
+        self.finish()
         return self._by_name.get(name_or_id) if name_or_id.startswith("/") else self.by_id.get(name_or_id)
 
     def children(self, name: str) -> list[Operation]:
         """Directly below."""
+        self.finish()
         return [self._by_name[each] for each in sorted(self._children.get(name, ()))]
 
     def below(self, name: str) -> list[Operation]:

@@ -131,6 +131,7 @@ async def serve(
     await parts.switchboard.stop()
     parts.spawner.close()
     machine.leave(found)
+    registry.finish()
     journal.close()
     await asyncio.gather(
         asyncio.to_thread(tracer.shutdown, _FLUSH_S),

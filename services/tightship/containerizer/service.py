@@ -433,6 +433,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
 
     async def _mutating(self) -> None:
         """Raises UNAVAILABLE where nothing may be changed now."""
+        self._parts.registry.finish()
         if self.stopping.is_set():
             raise _shutting_down()
         if not self.ready.is_set():
@@ -483,6 +484,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                 _check_visible(kept[0], name)
         else:
             name = "that has begun yet"
+            registry.finish()
             sees = rights.current().sees
             living = (each for each in registry.by_id.values() if sees(each.row.name))
             operation = max(living, key=lambda each: each.row.created, default=None)
