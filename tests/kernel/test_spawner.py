@@ -20,6 +20,7 @@ from tests.kernel.spawnerkit import Client, Rig, children, fds, wait_until
 from tightship.common.packets import Packet, send_packet
 from tightship.kernel import process
 from tightship.kernel.fdframes import ExitKind, Stream, Type
+from tightship.spawner import orders
 
 ALL = ["pid", "mount", "ipc", "uts"]
 _TREES = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
@@ -763,11 +764,12 @@ def test_a_client_that_ends_while_its_launch_waits_leaves_nothing(faulty: Rig) -
 
 def test_versions_are_agreed_or_refused(rig: Rig) -> None:
     rig.client.close()
-    for version, lowest in ((9, 3), (3, 3)):
+    newer = orders.VERSION + 1
+    for version, lowest in ((newer + 5, newer), (newer, newer)):
         client = Client(rig.run, hello=False)
         refused(client.call("HELLO", version=version, lowest=lowest), "hello", errno.EPROTONOSUPPORT)
         client.close()
-    for ours, agreed in ((9, 2), (1, 1)):
+    for ours, agreed in ((newer, orders.VERSION), (1, 1)):
         client = Client(rig.run, hello=False)
         greeting = client.call("HELLO", version=ours, lowest=1)
         assert (greeting["ok"], greeting["version"], greeting["pid"]) == (True, agreed, rig.process.pid)

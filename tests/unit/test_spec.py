@@ -78,10 +78,10 @@ def test_values_out_of_range_are_named(text: str, field: str) -> None:
         ("memory { dirty { ratio: 1 } }", "memory.dirty"),
         ("blockio { }", "blockio"),
         ("device { restrictions_set { } }", "device"),
-        ("filesystem { fd_limit: 9 }", "filesystem"),
+        ("memory { tmpfs { path: '/x' } }", "memory.tmpfs"),
         ("virtual_host { init { init_argv: 'x' } }", "virtual_host.init"),
         ("monitoring { enable_perf_counters: false }", "monitoring"),
-        ("security { no_new_privs: true }", "security"),
+        ("security { seccomp_profile: '/x' }", "security.seccomp_profile"),
         ("cpu { scheduling_latency: PREMIER }", "cpu.scheduling_latency"),
     ],
 )

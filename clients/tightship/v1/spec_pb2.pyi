@@ -108,7 +108,7 @@ class ContainerSpec(_message.Message):
 
     @_builtins.property
     def filesystem(self) -> Global___FilesystemSpec:
-        """Files and mounts. Not honoured yet."""
+        """Files and mounts. For a Launch alone."""
 
     @_builtins.property
     def virtual_host(self) -> Global___VirtualHostSpec:
@@ -120,7 +120,11 @@ class ContainerSpec(_message.Message):
 
     @_builtins.property
     def security(self) -> Global___SecuritySpec:
-        """User, capabilities and filters. Not honoured yet."""
+        """User, capabilities and filters. For a Launch alone. Present, as a root or
+        mounts of its own are, the container is confined: own pid, mount, ipc and
+        uts namespaces, a /dev of the usual few devices, kernel paths closed, and
+        what SecuritySpec says of absent fields.
+        """
 
     @_builtins.property
     def lifecycle(self) -> Global___LifecycleSpec:
@@ -852,7 +856,7 @@ Global___DeviceSpec: _TypeAlias = DeviceSpec  # noqa: Y015
 
 @_typing.final
 class FilesystemSpec(_message.Message):
-    """Files and mounts. Not honoured yet."""
+    """Files and mounts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -865,7 +869,7 @@ class FilesystemSpec(_message.Message):
         MOUNT_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def mount(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilesystemSpec.Mount]:
-            """One after the other."""
+            """One after the other, 64 at most."""
 
         def __init__(
             self,
@@ -880,7 +884,9 @@ class FilesystemSpec(_message.Message):
 
     @_typing.final
     class Mount(_message.Message):
-        """One bind mount."""
+        """One bind mount, with what is mounted below its source. Devices in it don't
+        open, and set-user-ID bits give nothing.
+        """
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -889,13 +895,17 @@ class FilesystemSpec(_message.Message):
         READ_ONLY_FIELD_NUMBER: _builtins.int
         PRIVATE_FIELD_NUMBER: _builtins.int
         source: _builtins.str
-        """Path on the host."""
+        """Absolute path on the host, of a directory or a file."""
         target: _builtins.str
-        """Path in the container."""
+        """Absolute path in the container, which is there; not at or below /proc,
+        /dev or /sys.
+        """
         read_only: _builtins.bool
         """No writes through it."""
         private: _builtins.bool
-        """Mounts below it don't propagate."""
+        """What the host mounts below the source later does not appear. What the
+        container mounts never appears on the host.
+        """
         def __init__(
             self,
             *,
@@ -929,9 +939,13 @@ class FilesystemSpec(_message.Message):
     ROOTFS_FIELD_NUMBER: _builtins.int
     MOUNTS_FIELD_NUMBER: _builtins.int
     fd_limit: _builtins.int
-    """Open files per process."""
+    """Open files per process, soft and hard: 1 to 2147483647; the service's own
+    when absent.
+    """
     rootfs: _builtins.str
-    """Directory that becomes /."""
+    """Directory of the host that becomes /, with what is mounted below it. It has
+    directories proc and dev, which are mounted on.
+    """
     @_builtins.property
     def mounts(self) -> Global___FilesystemSpec.Mounts:
         """What is mounted."""
@@ -1057,7 +1071,7 @@ Global___MonitoringSpec: _TypeAlias = MonitoringSpec  # noqa: Y015
 
 @_typing.final
 class SecuritySpec(_message.Message):
-    """User, capabilities and filters. Not honoured yet."""
+    """User, capabilities and filters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1067,18 +1081,24 @@ class SecuritySpec(_message.Message):
     NO_NEW_PRIVS_FIELD_NUMBER: _builtins.int
     SECCOMP_PROFILE_FIELD_NUMBER: _builtins.int
     user: _builtins.str
-    """User name or uid."""
+    """User name or uid, by the passwd file of the container's root; the service's
+    own when absent. The group is the entry's; of a uid without an entry it is
+    the same number. No group of the service's is left.
+    """
     no_new_privs: _builtins.bool
-    """No privilege by exec."""
+    """No privilege by exec; true when absent."""
     seccomp_profile: _builtins.str
-    """Filter of system calls."""
+    """Filter of system calls. Not honoured yet."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Group names or gids."""
+        """Names or gids of more groups, by the root's group file."""
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Capabilities kept ("CAP_NET_BIND_SERVICE")."""
+        """Capabilities kept ("CAP_NET_BIND_SERVICE"), or "NONE" alone. When absent, a
+        user that is not root keeps none, and root CAP_CHOWN, DAC_OVERRIDE, FOWNER,
+        FSETID, KILL, NET_BIND_SERVICE, SETGID, SETUID and SYS_CHROOT.
+        """
 
     def __init__(
         self,

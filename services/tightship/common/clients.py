@@ -22,8 +22,9 @@ CALLS_MAX = 1000
 _UID_MAX = 2**32 - 2  # the last one means "no change" to chown(2)
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}\Z")
 _PREFIX = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]{0,254})+\Z")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}\Z")
 _CERTIFICATE_MAX = 2048
-_KEYS = frozenset({"name", "uid", "certificate", "prefixes", "launches_max", "calls_max"})
+_KEYS = frozenset({"name", "uid", "certificate", "prefixes", "launches_max", "calls_max", "run_as"})
 
 
 class ConfigError(Exception):
@@ -44,6 +45,8 @@ class Entry:
     """Living containers that it made."""
     calls_max: int = CALLS_MAX
     """Calls open at the same time, at one service."""
+    run_as: str | None = None
+    """The user, name or uid, that its containers run as; None where specs may say."""
 
 
 def load(path: Path) -> tuple[Entry, ...]:
@@ -106,6 +109,7 @@ class _File:
             certificate=certificate,
             launches_max=self._limit(f"{where}.launches_max", table.get("launches_max", LAUNCHES_MAX)),
             calls_max=self._limit(f"{where}.calls_max", table.get("calls_max", CALLS_MAX)),
+            run_as=self._user(f"{where}.run_as", table.get("run_as")),
         )
 
     def _prefixes(self, where: str, value: object) -> tuple[str, ...]:
@@ -115,6 +119,16 @@ class _File:
             if prefix != "/" and not (isinstance(prefix, str) and _PREFIX.match(prefix)):
                 raise self._wrong(f"{where}[{index}]", f"{prefix!r} is no absolute container name")
         return tuple(value)
+
+    def _user(self, where: str, value: object) -> str | None:
+        if value is None:
+            return None
+        user = str(value) if type(value) is int else value
+        if not isinstance(user, str) or not _USER.match(user):
+            raise self._wrong(where, "must be a user's name or uid")
+        if user.isdecimal() and not 0 <= int(user) <= _UID_MAX:
+            raise self._wrong(where, f"must be a name, or a number of 0 to {_UID_MAX}")
+        return user
 
     def _limit(self, where: str, value: object) -> int:
         if type(value) is not int or value < 1:

@@ -47,6 +47,11 @@ class Rights:
         """Where names are made up for it: a container's name, or "" for the root."""
         return "" if self.whole or self.entry is None else self.entry.prefixes[0]
 
+    @property
+    def run_as(self) -> str | None:
+        """The user that its containers run as, where it has no choice."""
+        return self.entry.run_as if self.entry is not None else None
+
     def sees(self, name: str) -> bool:
         """Whether the container name is its business."""
         entry = self.entry

@@ -10,11 +10,12 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
 from tightship.common import rights
 from tightship.common.errors import Code, ServiceError
 from tightship.common.telemetry import CallTrace
-from tightship.containerizer import names, plan, refusals, requests, spec, steps
+from tightship.containerizer import isolation, names, plan, refusals, requests, spec, steps
 from tightship.containerizer.apply import Apply
 from tightship.containerizer.journal import Kind, Row
 from tightship.containerizer.operations import Operation, Parts
@@ -49,6 +50,8 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     spec.refuse_no_task(given)
     identity = secrets.token_hex(8)
     caller = rights.current()
+    given = isolation.with_user(given, caller)
+    isolated = _isolated(parts, given)
     name = _launch_name(parts, request, identity, caller.home)
     _check_room(parts, name, caller)
     machine = parts.machine
@@ -83,6 +86,7 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
         traceparent=row.trace,
     )
     host = given.virtual_host if given.HasField("virtual_host") else None
+    spaces = _NAMESPACES if host is not None or isolation.is_confined(given) else []
     tracker = machine.tracker
     apply.order |= {
         "stdin": stdin,
@@ -92,10 +96,12 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
         "umask": request.umask if request.HasField("umask") else 0o022,
         "cgroup_v2": tracker.path(name) if tracker.version == 2 else None,
         "tasks_files": [f"{each.path(name)}/tasks" for each in machine.hierarchies if each.version == 1],
-        "namespaces": [] if host is None else _NAMESPACES + (["net"] if host.HasField("network") else []),
+        "namespaces": [*spaces, "net"] if host is not None and host.HasField("network") else spaces,
         "hostname": "" if host is None else host.virtual_hostname,
         "oom_score_adj": _oom_score_adj(parts, name, given),
     }
+    if isolated is not None:
+        apply.order["isolation"] = isolated
     return operation
 
 
@@ -177,8 +183,9 @@ def check_parent(parts: Parts, name: str) -> None:
                 Code.FAILED_PRECONDITION, "PARENT_NOT_READY", f"the parent {above} is still being made", 0.1, name=above
             )
         given = container.spec
-        if given.HasField("virtual_host"):
-            raise spec.unimplemented("virtual_host", f"of {above} does not allow containers below yet")
+        if given.HasField("virtual_host") or isolation.is_confined(given):
+            field = "virtual_host" if given.HasField("virtual_host") else isolation.first_field(given)
+            raise spec.unimplemented(field, f"of {above} does not allow containers below yet")
         if given.HasField("children_limit") and len(parts.registry.below(above)) >= given.children_limit:
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
@@ -239,6 +246,14 @@ def _intend(parts: Parts, row: Row, remaining: float | None) -> Operation:
     operation.apply = Apply(operation, meta)
     parts.registry.add(operation)
     return operation
+
+
+def _isolated(parts: Parts, given: spec_pb2.ContainerSpec) -> dict[str, Any] | None:
+    """What confines it, for the order. Raises ServiceError naming the field."""
+    asked = isolation.order(given)
+    if asked is not None and not parts.spawner.isolates:
+        raise spec.unimplemented(isolation.first_field(given), "needs a newer spawner: the one that runs is older")
+    return asked
 
 
 def _oom_score_adj(parts: Parts, name: str, given: spec_pb2.ContainerSpec) -> int | None:

@@ -92,6 +92,8 @@ def of_order(stage: str, failed: OrderFailed) -> ServiceError:
             field="command[0]",
         )
     by_stage, field = _STAGE_CODES.get(failed.stage, (None, None))
+    if failed.stage.startswith(_FIELDS):
+        field = failed.stage
     code = by_stage or _ERRNO_CODES.get(number, Code.INTERNAL)
     retry = 0.5 if code is Code.UNAVAILABLE else None
     text = f"the launch failed at {stage} ({failed.stage}): {said}"
@@ -141,6 +143,8 @@ _EXEC_CODES = {
     errno.EPERM: Code.PERMISSION_DENIED,
     errno.E2BIG: Code.INVALID_ARGUMENT,
 }
+# Stages of the child that are called as the field they honour.
+_FIELDS = ("filesystem.", "security.")
 _STAGE_CODES: dict[str, tuple[grpc.StatusCode | None, str | None]] = {
     "claim": (Code.UNAVAILABLE, None),
     "bind": (Code.UNAVAILABLE, None),

@@ -128,7 +128,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             name = names.container(request.name)
             rights.current().check(name)
             given = spec.parse(request.spec)
-            spec.refuse_virtual_host(given, "with Create yet")
+            spec.refuse_process(given, "with Create yet")
             known = await self._created_before(request)
             if known is not None:
                 await self._made(known, context)

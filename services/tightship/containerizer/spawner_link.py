@@ -17,11 +17,13 @@ from typing import Any
 from tightship.common.packets import Packet, receive_packet, send_packet
 from tightship.kernel import fdpass, process
 
-VERSION = 2
+VERSION = 3
 LOWEST = 1
 
 # From this version on LAUNCH may be prepared alone, and make its lease; and orders need not be answered.
 _PREPARES = 2
+# From this one on LAUNCH may isolate; one before would start the command without.
+_ISOLATES = 3
 
 _OUTBOX_MAX = 4096
 _CONNECT_TIMEOUT_S = 10.0
@@ -56,6 +58,8 @@ class SpawnerLink:
         """Of the spawner's process, its pid namespace last; another one after its restart."""
         self.prepares = False
         """It makes leases itself, prepares launches before their cgroups are there, and takes orders with id 0."""
+        self.isolates = False
+        """It confines what it is told to."""
 
     async def connect(self) -> Packet:
         """Connects and says HELLO; its answer. Raises OSError, VersionRefused, or TimeoutError."""
@@ -77,7 +81,9 @@ class SpawnerLink:
                     hello = await self.order("HELLO", version=VERSION, lowest=LOWEST)
                 except OrderFailed as error:
                     raise VersionRefused(error.message) from error
-                self.prepares = int(hello["version"]) >= _PREPARES
+                version = int(hello["version"])
+                self.prepares = version >= _PREPARES
+                self.isolates = version >= _ISOLATES
                 stat = process.stat(int(hello["pid"]))
                 start = stat.start if stat is not None else 0
                 self.identity = f"{hello['pid']}:{start}:{process.pid_namespace()}"

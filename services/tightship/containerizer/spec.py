@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tightship.common.errors import Code, ServiceError, invalid
-from tightship.containerizer import spec_text
+from tightship.containerizer import isolation, spec_text
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 
@@ -43,6 +43,7 @@ _HONOURED = frozenset(
         "lifecycle.grace",
         "lifecycle.cleanup_budget",
     }
+    | isolation.HONOURED
 )
 
 # sched_group_set_shares clamps to 2^18 silently; in milli-CPU.
@@ -72,10 +73,11 @@ def parse(given: pb.SpecInput) -> spec_pb2.ContainerSpec:
     return spec
 
 
-def refuse_virtual_host(spec: spec_pb2.ContainerSpec, where: str) -> None:
-    """For the places that can't have namespaces yet. Raises UNIMPLEMENTED naming virtual_host."""
-    if spec.HasField("virtual_host"):
-        raise unimplemented("virtual_host", f"is not supported {where}")
+def refuse_process(spec: spec_pb2.ContainerSpec, where: str) -> None:
+    """For the places that have no process of their own yet. Raises UNIMPLEMENTED naming what is about one."""
+    for field in ("virtual_host", "security", "filesystem"):
+        if spec.HasField(field):
+            raise unimplemented(field, f"is not supported {where}")
 
 
 def refuse_no_task(spec: spec_pb2.ContainerSpec) -> None:
@@ -239,6 +241,7 @@ def _check(spec: spec_pb2.ContainerSpec) -> None:
     hostname = spec.virtual_host.virtual_hostname
     if len(hostname.encode()) > _HOSTNAME_MAX or "\0" in hostname:
         raise invalid("virtual_host.virtual_hostname", f"is over {_HOSTNAME_MAX} bytes, or has a NUL byte")
+    isolation.check(spec)
     if spec.lifecycle.HasField("stop_signal"):
         signal_number(spec.lifecycle.stop_signal, "lifecycle.stop_signal")
     duration(spec.lifecycle, "grace", "lifecycle.grace", positive=False)

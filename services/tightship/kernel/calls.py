@@ -24,13 +24,20 @@ from tightship.kernel import forkmemory, libc
 _GENERIC = {
     "read": 63, "write": 64, "close": 57, "openat": 56, "dup3": 24, "setsid": 157, "sethostname": 161, "mount": 40,
     "socket": 198, "ioctl": 29, "prlimit64": 261, "chdir": 49, "umask": 166, "rt_sigprocmask": 135, "execve": 221,
+    "fchdir": 50, "getcwd": 17, "umount2": 39, "pivot_root": 41, "mkdirat": 34, "mknodat": 33, "symlinkat": 36,
+    "setgroups": 159, "setresgid": 149, "setresuid": 147, "prctl": 167, "capset": 91, "fchown": 55,
+    "seccomp": 277,
 }  # fmt: skip
 _X86_64 = {
     "read": 0, "write": 1, "close": 3, "openat": 257, "dup3": 292, "setsid": 112, "sethostname": 170, "mount": 165,
     "socket": 41, "ioctl": 16, "prlimit64": 302, "chdir": 80, "umask": 95, "rt_sigprocmask": 14, "execve": 59,
+    "fchdir": 81, "getcwd": 79, "umount2": 166, "pivot_root": 155, "mkdirat": 258, "mknodat": 259, "symlinkat": 266,
+    "setgroups": 116, "setresgid": 119, "setresuid": 117, "prctl": 157, "capset": 126, "fchown": 93,
+    "seccomp": 317,
 }  # fmt: skip
 _MACHINE = os.uname().machine
-NUMBERS = {"close_range": 436, **(_X86_64 if _MACHINE == "x86_64" else _GENERIC)}
+_COMMON = {"open_tree": 428, "move_mount": 429, "close_range": 436, "openat2": 437, "mount_setattr": 442}
+NUMBERS = _COMMON | (_X86_64 if _MACHINE == "x86_64" else _GENERIC)
 
 # What else than an error ends the child, and which errors don't.
 MUST_NOT_BE_ZERO = 1
@@ -59,10 +66,23 @@ _NATIVE_X86_64 = bytes.fromhex(
 )
 
 
+class Counted:
+    """An argument that is the address of a count, two bytes, and of a pointer to `data`: struct sock_fprog."""
+
+    __slots__ = ("count", "data")
+
+    def __init__(self, count: int, data: bytes) -> None:
+        self.count = count
+        self.data = data
+
+
+Argument = int | bytes | bytearray | list[bytes] | Counted
+
+
 class Calls:
     """The calls in their order, with what they point to."""
 
-    __slots__ = ("_arrays", "_data", "_pointers", "_points", "_words", "stages")
+    __slots__ = ("_arrays", "_data", "_pointers", "_points", "_rooms", "_words", "stages")
 
     def __init__(self) -> None:
         self._words = array("q")
@@ -70,14 +90,16 @@ class Calls:
         # Places in the words, and in the data, that hold an offset into the data; with it they become an address.
         self._pointers: tuple[list[int], list[int]] = ([], [])
         self._arrays: dict[int, tuple[int, list[bytes]]] = {}
+        self._rooms: dict[int, tuple[int, bytearray]] = {}
         self._points: list[str] = []
         self.stages: list[str] = []
         """What each call is for, by index: for the failure that names it."""
 
-    def add(self, stage: str, name: str, *arguments: int | bytes | list[bytes], flags: int = 0) -> None:
+    def add(self, stage: str, name: str, *arguments: Argument, flags: int = 0) -> None:
         """One call. `bytes` are passed by address, and so is a list of strings, with its closing null pointer.
 
-        A string must end with its own NUL. A list used again is laid out once.
+        A string must end with its own NUL. A list used again is laid out once; so is a bytearray, by which one call
+        gets what another one wrote.
         """
         words = [NUMBERS[name]]
         for argument in arguments:
@@ -85,7 +107,7 @@ class Calls:
                 words.append(argument)
                 continue
             self._pointers[0].append(len(self._words) + len(words))
-            words.append(self._put(argument) if isinstance(argument, bytes) else self._put_array(argument))
+            words.append(self._put(argument) if isinstance(argument, bytes) else self._put_other(argument))
         words += [0] * (1 + _ARGUMENTS - len(words))
         self._append(stage, words, flags)
 
@@ -121,6 +143,19 @@ class Calls:
         # The next one may be an array of words.
         self._data += bytes(-len(self._data) % 8)
         return offset
+
+    def _put_other(self, argument: bytearray | list[bytes] | Counted) -> int:
+        if isinstance(argument, list):
+            return self._put_array(argument)
+        if isinstance(argument, Counted):
+            data = self._put(argument.data)
+            start = self._put(_COUNTED.pack(argument.count, data))
+            self._pointers[1].append(start + _COUNTED.size - _WORD.size)
+            return start
+        known = self._rooms.get(id(argument))
+        if known is None:
+            known = self._rooms[id(argument)] = (self._put(bytes(argument)), argument)
+        return known[0]
 
     def _put_array(self, strings: list[bytes]) -> int:
         known = self._arrays.get(id(strings))
@@ -237,6 +272,7 @@ def _load() -> _Native | None:
 
 _SYS_CLONE3 = 435
 _WORD = struct.Struct("=q")
+_COUNTED = struct.Struct("=H6xq")
 # Starts between two looks at what was mapped: a look takes about as long as it saves in one.
 _SHED_EVERY = 256
 # Holds any but the largest command.

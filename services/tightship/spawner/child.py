@@ -36,7 +36,8 @@ def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status:
         if first <= last:
             calls.add("stdio", "close_range", first, last, 0)
     # What the next open gets: all others are closed.
-    free = next(fd for fd in (3, 4, 5) if fd not in (gate, status))
+    taken = {0, 1, 2, gate, status}
+    free = next(fd for fd in (3, 4, 5) if fd not in taken)
     _point(calls, "child.stdio")
     for number, path in enumerate(order.tasks_files):
         _write_file(calls, f"cgroups: tasks file {number}", path, b"0", free)
@@ -45,7 +46,11 @@ def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status:
     if order.hostname:
         name = order.hostname.encode()
         calls.add("hostname", "sethostname", name, len(name))
-    if "mount" in order.namespaces:
+    isolation = order.isolation
+    confinement = isolation if isolation is not None and isolation.confined else None
+    if confinement is not None:
+        confinement.mount(calls, taken)
+    elif "mount" in order.namespaces:
         namespaces.make_mounts_private(calls, "mounts")
         if "pid" in order.namespaces:
             namespaces.mount_proc(calls, "proc")
@@ -54,12 +59,20 @@ def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status:
     _point(calls, "child.namespaces")
     for kind, values in limits:
         calls.add("limits", "prlimit64", 0, kind, _RLIMIT.pack(*(value & (1 << 64) - 1 for value in values)), 0)
+    if isolation is not None:
+        isolation.limit(calls)
     if order.oom_score_adj is not None:
         _write_file(calls, "oom_score_adj", "/proc/self/oom_score_adj", b"%d" % order.oom_score_adj, free)
-    # Absolute, and from the root that the container has: no descriptor is left by which it could lead elsewhere.
-    calls.add("cwd", "chdir", os.fsencode(order.cwd) + b"\0")
+    if confinement is not None:
+        confinement.become_user(calls, stdin=order.stdin)
+        confinement.enter(calls, order.cwd, taken)
+    else:
+        # Absolute, and from the root that the container has: no descriptor is left by which it could lead elsewhere.
+        calls.add("cwd", "chdir", os.fsencode(order.cwd) + b"\0")
     calls.add("umask", "umask", order.umask)
     calls.add("signals", "rt_sigprocmask", _SIG_SETMASK, bytes(_SIGSET_SIZE), 0, _SIGSET_SIZE)
+    if confinement is not None:
+        confinement.give_up(calls)
     _point(calls, "child.process")
     calls.add("ready", "write", status, READY, len(READY))
     _point(calls, "child.ready")

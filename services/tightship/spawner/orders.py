@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import binascii
 import errno
+from typing import TYPE_CHECKING
 
 from tightship.common.packets import Packet
 from tightship.kernel.clone import NAMESPACES
 from tightship.kernel.execute import Program
 from tightship.kernel.fdframes import TOKEN_SIZE
 
+if TYPE_CHECKING:
+    from tightship.spawner.isolation import Isolation  # nothing of it where nobody asks
+
 # 2: LAUNCH may make its lease by TAKE, and be prepared alone until OPEN clones; orders with id 0.
-VERSION = 2
+# 3: LAUNCH may isolate.
+VERSION = 3
 LOWEST_VERSION = 1
 
 TIMEOUT_S = 10.0
@@ -45,6 +50,7 @@ class LaunchOrder:
         "gate_s",
         "hostname",
         "id",
+        "isolation",
         "lease",
         "meta",
         "namespaces",
@@ -66,29 +72,30 @@ class LaunchOrder:
         self.epoch = text(packet, "epoch")
         self.token = _token(packet)
         self.acquire = _acquire(packet)
-        self.stdin = _typed(packet, "stdin", bool, False)
+        self.stdin = boolean(packet, "stdin", False)
         argv = _texts(packet, "argv")
         if not argv:
-            raise _bad("argv", "must not be empty")
+            raise bad("argv", "must not be empty")
         try:
             self.program = Program(argv, _texts(packet, "env"))
         except ValueError as error:
-            raise _bad("argv", str(error)) from None
-        self.cwd = _path(packet, "cwd", "/")
+            raise bad("argv", str(error)) from None
+        self.cwd = path(packet, "cwd", "/")
         self.umask = number(packet, "umask", 0o022, 0, 0o7777)
-        self.cgroup_v2 = _path(packet, "cgroup_v2", "") or None
+        self.cgroup_v2 = path(packet, "cgroup_v2", "") or None
         self.tasks_files = _texts(packet, "tasks_files")
         self.namespaces = tuple(_texts(packet, "namespaces"))
         if any(name not in NAMESPACES for name in self.namespaces):
-            raise _bad("namespaces", f"must be of {' '.join(NAMESPACES)}")
+            raise bad("namespaces", f"must be of {' '.join(NAMESPACES)}")
         self.hostname = text(packet, "hostname", "")
         if self.hostname and "uts" not in self.namespaces:
-            raise _bad("hostname", "needs the namespace uts")
+            raise bad("hostname", "needs the namespace uts")
+        self.isolation = _isolation(packet, self.namespaces)
         adjustment = packet.get("oom_score_adj")
         self.oom_score_adj = None if adjustment is None else number(packet, "oom_score_adj", 0, -1000, 1000)
         self.meta: object = packet.get("meta")
         self.traceparent = text(packet, "traceparent", "")
-        self.prepare = _typed(packet, "prepare", bool, False)
+        self.prepare = boolean(packet, "prepare", False)
         self.timeout_s = seconds(packet, "timeout_ms", TIMEOUT_S)
         self.gate_s = seconds(packet, "gate_ms", GATE_S)
 
@@ -99,7 +106,7 @@ def text(packet: Packet, field: str, default: str | None = None) -> str:
     if value is None:
         value = default
     if not isinstance(value, str) or "\0" in value:
-        raise _bad(field, "must be a string without NUL")
+        raise bad(field, "must be a string without NUL")
     return value
 
 
@@ -107,7 +114,7 @@ def number(packet: Packet, field: str, default: int | None, lowest: int, highest
     """Raises OrderError."""
     value = packet.get(field, default)
     if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
-        raise _bad(field, f"must be an integer from {lowest} to {highest}")
+        raise bad(field, f"must be an integer from {lowest} to {highest}")
     return value
 
 
@@ -117,25 +124,41 @@ def seconds(packet: Packet, field: str, default: float) -> float:
     return default if value is None else number(packet, field, None, 0, int(_TIMEOUT_MAX_S * 1000)) / 1000
 
 
-def _typed(packet: Packet, field: str, kind: type[bool], default: bool) -> bool:
+def boolean(packet: Packet, field: str, default: bool) -> bool:
+    """Raises OrderError."""
     value = packet.get(field, default)
-    if not isinstance(value, kind):
-        raise _bad(field, f"must be a {kind.__name__}")
+    if not isinstance(value, bool):
+        raise bad(field, "must be a bool")
     return value
 
 
 def _texts(packet: Packet, field: str) -> list[str]:
     value = packet.get(field) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _bad(field, "must be a list of strings")
+        raise bad(field, "must be a list of strings")
     return value
 
 
-def _path(packet: Packet, field: str, default: str) -> str:
+def path(packet: Packet, field: str, default: str) -> str:
+    """An absolute path; absent or empty is the default. Raises OrderError."""
     value = text(packet, field, default) or default
     if value and not value.startswith("/"):
-        raise _bad(field, "must be an absolute path")
+        raise bad(field, "must be an absolute path")
     return value
+
+
+def _isolation(packet: Packet, namespaces: tuple[str, ...]) -> Isolation | None:
+    given = packet.get("isolation")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise bad("isolation", "must be an object")
+    from tightship.spawner.isolation import Isolation  # nothing of it where nobody asks
+
+    isolation = Isolation(given)
+    if isolation.confined and not {"mount", "pid"} <= set(namespaces):
+        raise bad("isolation", "needs the namespaces mount and pid")
+    return isolation
 
 
 def _token(packet: Packet) -> bytes:
@@ -144,7 +167,7 @@ def _token(packet: Packet) -> bytes:
     except ValueError:
         token = b""
     if len(token) != TOKEN_SIZE:
-        raise _bad("token", f"must be {TOKEN_SIZE} bytes in hex")
+        raise bad("token", f"must be {TOKEN_SIZE} bytes in hex")
     return token
 
 
@@ -155,8 +178,9 @@ def _acquire(packet: Packet) -> bytes | None:
     try:
         return binascii.a2b_base64(text(packet, "acquire"), strict_mode=True)
     except ValueError:
-        raise _bad("acquire", "must be base64") from None
+        raise bad("acquire", "must be base64") from None
 
 
-def _bad(field: str, message: str) -> OrderError:
+def bad(field: str, message: str) -> OrderError:
+    """The refusal of an order for one of its fields."""
     return OrderError("order", errno.EINVAL, f"{field} {message}")

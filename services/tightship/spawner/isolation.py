@@ -1,0 +1,126 @@
+"""The part of a LAUNCH order that confines a child: what is asked, checked, and the child's calls for it.
+
+Stages are the fields of the spec that they honour, so that a refusal names the field.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import struct
+
+from tightship.common.packets import Packet
+from tightship.kernel import capabilities, rootfs
+from tightship.kernel.calls import Calls
+from tightship.kernel.rootfs import Bind, Descriptors
+from tightship.spawner import orders
+
+_RLIMIT = struct.Struct("=QQ")
+_ID_MAX = 2**32 - 2
+_GROUPS_MAX = 65_536  # NGROUPS_MAX
+_MOUNTS_MAX = 64
+_FD_LIMIT_MAX = 2**31 - 1
+
+
+class Isolation:
+    """`confined`: own root or /dev, kernel paths closed, and few privileges; else its limits alone are asked."""
+
+    __slots__ = (
+        "_binds",
+        "_capabilities",
+        "_fd_limit",
+        "_gid",
+        "_groups",
+        "_no_new_privs",
+        "_root",
+        "_uid",
+        "confined",
+    )
+
+    def __init__(self, packet: Packet) -> None:
+        """Raises OrderError naming the field."""
+        self.confined = orders.boolean(packet, "confined", False)
+        fd_limit = orders.number(packet, "fd_limit", 0, 0, _FD_LIMIT_MAX)
+        self._fd_limit = fd_limit or None
+        self._root = orders.path(packet, "rootfs", "") or None
+        mounts = packet.get("mounts") or []
+        if not isinstance(mounts, list) or len(mounts) > _MOUNTS_MAX:
+            raise orders.bad("mounts", f"must be a list of {_MOUNTS_MAX} at most")
+        self._binds = tuple(_bind(index, mount) for index, mount in enumerate(mounts))
+        self._uid = _identity(packet, "uid")
+        self._gid = _identity(packet, "gid")
+        self._groups = _numbers(packet, "groups", _ID_MAX, _GROUPS_MAX)
+        self._capabilities = _numbers(packet, "capabilities", 63, 64)
+        self._no_new_privs = orders.boolean(packet, "no_new_privs", True)
+
+    def limit(self, calls: Calls) -> None:
+        if self._fd_limit is not None:
+            limits = _RLIMIT.pack(self._fd_limit, self._fd_limit)
+            calls.add("filesystem.fd_limit", "prlimit64", 0, resource.RLIMIT_NOFILE, limits, 0)
+
+    def mount(self, calls: Calls, taken: set[int]) -> None:
+        """`taken` are the descriptors that are open."""
+        rootfs.confine(calls, self._root, self._binds, Descriptors(taken))
+
+    def become_user(self, calls: Calls, *, stdin: bool) -> None:
+        """What is only root's is over. Capabilities are left for `give_up`."""
+        kept = self._kept()
+        capabilities.bound(calls, "security.capabilities", kept)
+        if self._uid is not None and capabilities.CHOWN in capabilities.of_this_process():
+            # So that it may open its /dev/stdout; /dev/null, which is in the place of no input, is the host's.
+            for fd in (0, 1, 2) if stdin else (1, 2):
+                calls.add("security.user", "fchown", fd, self._uid, -1)
+        if self._groups is not None or self._gid is not None:
+            groups = self._groups or ()
+            packed = struct.pack(f"={len(groups)}I", *groups)
+            calls.add("security.groups", "setgroups", len(groups), packed)
+        if self._gid is not None:
+            calls.add("security.user", "setresgid", self._gid, self._gid, self._gid)
+        if self._uid is not None:
+            if kept:
+                capabilities.keep_over_setuid(calls, "security.user")
+            calls.add("security.user", "setresuid", self._uid, self._uid, self._uid)
+
+    def enter(self, calls: Calls, cwd: str, taken: set[int]) -> None:
+        """As the user, who must be allowed to."""
+        rootfs.enter(calls, "cwd", cwd, Descriptors(taken))
+
+    def give_up(self, calls: Calls) -> None:
+        """The last calls before the gate."""
+        capabilities.limit(calls, "security.capabilities", self._kept(), ambient=not self._is_root())
+        if self._no_new_privs:
+            capabilities.no_new_privileges(calls, "security.no_new_privs")
+
+    def _is_root(self) -> bool:
+        return (os.geteuid() if self._uid is None else self._uid) == 0
+
+    def _kept(self) -> frozenset[int]:
+        if self._capabilities is not None:
+            return frozenset(self._capabilities)
+        return capabilities.DEFAULT & capabilities.of_this_process() if self._is_root() else frozenset()
+
+
+def _bind(index: int, packet: object) -> Bind:
+    if not isinstance(packet, dict):
+        raise orders.bad("mounts", "must be objects")
+    return Bind(
+        stage=f"filesystem.mounts.mount[{index}]",
+        source=orders.path(packet, "source", "/"),
+        target=orders.path(packet, "target", "/"),
+        read_only=orders.boolean(packet, "read_only", False),
+        private=orders.boolean(packet, "private", False),
+    )
+
+
+def _identity(packet: Packet, field: str) -> int | None:
+    return None if packet.get(field) is None else orders.number(packet, field, None, 0, _ID_MAX)
+
+
+def _numbers(packet: Packet, field: str, highest: int, most: int) -> tuple[int, ...] | None:
+    """Raises OrderError for what is no list of numbers from 0 to `highest`."""
+    given = packet.get(field)
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) > most:
+        raise orders.bad(field, f"must be a list of {most} at most")
+    return tuple(orders.number({field: each}, field, None, 0, highest) for each in given)

@@ -1,0 +1,379 @@
+"""Confined containers: what their spec gives them, and each way out tried from inside.
+
+The root file systems are real ones, made of the host's /usr by mounts of the spec: no image is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.harness.calls import Result, code, fresh_name, info
+from tests.harness.pair import Pair
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+
+USER, GROUP = 65534, 65534
+PATH = ["PATH=/usr/bin:/bin:/usr/sbin:/sbin"]
+AS_NOBODY = "security { user: 'nobody' }"
+DEVICES = {"null", "zero", "full", "random", "urandom", "tty"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root to which /usr has still to be mounted."""
+    tmp_path.chmod(0o755)
+    made = tmp_path / "root"
+    for name in ("proc", "dev", "etc", "tmp", "usr", "data"):
+        (made / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if (Path("/") / name).is_symlink():
+            (made / name).symlink_to(f"usr/{name}")
+    (made / "etc/passwd").write_text("root:x:0:0::/:/bin/sh\ninsider:x:4711:4712::/:/bin/sh\n")
+    (made / "etc/group").write_text("root:x:0:\nsailors:x:4713:\n")
+    made.chmod(0o755)
+    return made
+
+
+def with_root(root: Path, security: str = "", mounts: str = "") -> str:
+    usr = "mount { source: '/usr' target: '/usr' read_only: true private: true }"
+    return f"filesystem {{ rootfs: '{root}' mounts {{ {usr} {mounts} }} }} {security}"
+
+
+def shell(pair: Pair, script: str, spec: str, **fields: object) -> Result:
+    return pair.calls.run(["/bin/sh", "-c", script], spec=spec, env=PATH, **fields)  # type: ignore[arg-type]
+
+
+def python(pair: Pair, program: str, spec: str) -> Result:
+    return pair.calls.run(["/usr/bin/python3", "-I", "-c", program], spec=spec, env=PATH)
+
+
+def refused(pair: Pair, spec: str, **fields: object) -> tuple[grpc.StatusCode, dict[str, str]]:
+    """Code and metadata; and nothing is left of it."""
+    with pair.unchanged():
+        error = pair.calls.launch(["/bin/true"], spec=spec, **fields).error()  # type: ignore[arg-type]
+    return code(error), dict(info(error).metadata)
+
+
+def status(result: Result) -> dict[str, str]:
+    return {
+        key: value.strip() for key, _, value in (line.partition(":") for line in result.stdout.decode().splitlines())
+    }
+
+
+SPECS = ["host files", "own root"]
+
+
+@pytest.fixture(params=SPECS)
+def spec(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
+    """A user's container with default security, on the host's files and on a root of its own."""
+    yield with_root(root, "security { user: '65534' }") if request.param == "own root" else AS_NOBODY
+
+
+# What is given
+
+
+def test_user_groups_and_no_privileges(pair: Pair) -> None:
+    found = status(shell(pair, "cat /proc/self/status", "security { user: 'nobody' groups: '4000' groups: 'daemon' }"))
+    assert found["Uid"].split() == [str(USER)] * 4
+    assert found["Gid"].split() == [str(GROUP)] * 4
+    assert sorted(map(int, found["Groups"].split())) == [1, 4000]
+    assert [int(found[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")] == [0] * 5
+    assert found["NoNewPrivs"] == "1"
+
+
+def test_groups_of_the_service_are_not_inherited(pair: Pair) -> None:
+    found = status(shell(pair, "cat /proc/self/status", "security { user: '4711' }"))
+    assert (found["Gid"].split()[0], found["Groups"]) == ("4711", ""), "of an unknown number never the group root"
+
+
+def test_root_keeps_a_small_set(pair: Pair) -> None:
+    found = status(shell(pair, "cat /proc/self/status", "security { }"))
+    own = status(shell(pair, "cat /proc/self/status", ""))
+    assert (found["Uid"].split()[0], found["NoNewPrivs"]) == ("0", "1")
+    assert int(found["CapEff"], 16) == int(found["CapBnd"], 16)
+    assert int(found["CapEff"], 16) & ~0x404FB == 0, "no more than the default set"
+    assert int(found["CapEff"], 16) == int(own["CapEff"], 16) & 0x404FB
+
+
+def test_capabilities_that_are_named_are_kept_over_the_exec(pair: Pair) -> None:
+    given = "security { user: 'nobody' capabilities: 'CAP_NET_BIND_SERVICE' }"
+    found = status(shell(pair, "cat /proc/self/status", given))
+    assert [int(found[f"Cap{kind}"], 16) for kind in ("Prm", "Eff", "Bnd", "Amb")] == [1 << 10] * 4
+    none = status(shell(pair, "cat /proc/self/status", "security { capabilities: 'NONE' }"))
+    assert (none["Uid"].split()[0], int(none["CapEff"], 16), int(none["CapBnd"], 16)) == ("0", 0, 0)
+
+
+def test_without_security_everything_is_as_before(pair: Pair) -> None:
+    mine = status(shell(pair, "cat /proc/self/status", "filesystem { fd_limit: 100 }"))
+    assert mine["NoNewPrivs"] == "0"
+    plain = status(shell(pair, "cat /proc/self/status", ""))
+    assert [mine[key] for key in ("CapEff", "CapBnd", "Groups")] == [
+        plain[key] for key in ("CapEff", "CapBnd", "Groups")
+    ]
+
+
+def test_fd_limit(pair: Pair) -> None:
+    result = shell(pair, "ulimit -Sn; ulimit -Hn", "filesystem { fd_limit: 77 }")
+    assert result.stdout.split() == [b"77", b"77"]
+
+
+def test_output_may_be_opened_by_the_user(pair: Pair) -> None:
+    result = shell(
+        pair,
+        "echo out > /dev/stdout; echo err > /dev/stderr; read -r x < /dev/stdin; echo $x",
+        AS_NOBODY,
+        input=b"in\n",
+    )
+    assert (result.stdout, result.stderr) == (b"out\nin\n", b"err\n")
+    assert stat.S_IMODE(os.stat("/dev/null").st_mode) == 0o666
+    assert os.stat("/dev/null").st_uid == 0, "the host's node is not given away where there is no input"
+
+
+def test_own_root(pair: Pair, root: Path) -> None:
+    (root / "data/inside").write_text("x")
+    found = shell(pair, "ls /; cat /data/inside; pwd; ls /proc/1/exe; echo made > /tmp/file", with_root(root))
+    names = found.stdout.decode().split()
+    assert set(names[: names.index("x/")]) <= {
+        "bin",
+        "data",
+        "dev",
+        "etc",
+        "lib",
+        "lib64",
+        "proc",
+        "sbin",
+        "tmp",
+        "usr",
+    }
+    assert (root / "tmp/file").read_text() == "made\n"
+    assert not os.path.ismount(root), "nothing is mounted on the host"
+    assert os.listdir(root / "dev") == os.listdir(root / "proc") == os.listdir(root / "usr") == []
+
+
+def test_users_are_those_of_the_own_root(pair: Pair, root: Path) -> None:
+    given = with_root(root, "security { user: 'insider' groups: 'sailors' }")
+    assert shell(pair, "id -u; id -G", given).stdout.split() == [b"4711", b"4712", b"4713"]
+
+
+def test_mounts_read_only_and_written(pair: Pair, root: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    mounts = (
+        f"mount {{ source: '{source}' target: '/data' }} mount {{ source: '{source}' target: '/tmp' read_only: true }}"
+    )
+    result = shell(
+        pair, "echo 1 > /data/a; cat /tmp/a; echo 2 > /tmp/b; echo 3 > /usr/c", with_root(root, mounts=mounts)
+    )
+    assert result.stdout == b"1\n"
+    assert result.stderr.count(b"Read-only file system") == 2
+    assert os.listdir(source) == ["a"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("security { user: 'nobody-of-that-name' }", "security.user"),
+        ("security { user: '4294967295' }", "security.user"),
+        ("security { user: '' }", "security.user"),
+        ("security { groups: 'no-such-group' }", "security.groups[0]"),
+        ("security { capabilities: 'CAP_EVERYTHING' }", "security.capabilities[0]"),
+        ("security { capabilities: 'CAP_CHOWN' capabilities: 'NONE' }", "security.capabilities[1]"),
+        ("filesystem { fd_limit: 0 }", "filesystem.fd_limit"),
+        ("filesystem { fd_limit: 2147483647 }", "filesystem.fd_limit"),
+        ("filesystem { rootfs: 'relative' }", "filesystem.rootfs"),
+        ("filesystem { rootfs: '/' }", "filesystem.rootfs"),
+        ("filesystem { rootfs: '/nonexistent' }", "filesystem.rootfs"),
+        ("filesystem { rootfs: '/etc/passwd' }", "filesystem.rootfs"),
+        ("filesystem { rootfs: '/var' }", "filesystem.rootfs"),
+        (
+            "filesystem { mounts { mount { source: '/nonexistent' target: '/mnt' } } }",
+            "filesystem.mounts.mount[0].source",
+        ),
+        ("filesystem { mounts { mount { target: '/mnt' } } }", "filesystem.mounts.mount[0].source"),
+        (
+            "filesystem { mounts { mount { source: '/usr' target: '/proc/../sys' } } }",
+            "filesystem.mounts.mount[0].target",
+        ),
+        ("filesystem { mounts { mount { source: '/usr' target: '/absent' } } }", "filesystem.mounts.mount[0].target"),
+        (
+            "filesystem { mounts { mount { source: '/etc/passwd' target: '/mnt' } } }",
+            "filesystem.mounts.mount[0].target",
+        ),
+    ],
+)
+def test_refusals_name_the_field(pair: Pair, given: str, field: str) -> None:
+    assert refused(pair, given)[1]["field"] == field
+
+
+def test_a_user_needs_the_right_to_its_directory(pair: Pair, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    found, metadata = refused(pair, AS_NOBODY, cwd=str(closed))
+    assert (found, metadata["field"], metadata["errno"]) == (grpc.StatusCode.PERMISSION_DENIED, "cwd", "EACCES")
+
+
+def test_create_has_no_process_to_be_confined(pair: Pair) -> None:
+    for given in ("security { }", "filesystem { fd_limit: 3 }"):
+        with pytest.raises(grpc.RpcError) as raised:
+            pair.calls.create(fresh_name(), given)
+        assert code(raised.value) is grpc.StatusCode.UNIMPLEMENTED
+
+
+# Ways out, each tried from inside
+
+
+def test_can_not_mount(pair: Pair, spec: str) -> None:
+    program = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "for flags in (0, 0x1000, 0x20, 0x1020): \n"
+        "    assert libc.mount(b'/tmp', b'/tmp', b'tmpfs', flags, None) == -1, flags\n"
+        "    print(ctypes.get_errno())\n"
+        "assert libc.umount2(b'/proc', 2) == -1\n"
+        "print(ctypes.get_errno())\n"
+        "assert libc.syscall(155, b'/tmp', b'/tmp') == -1\n"
+        "print(ctypes.get_errno())\n"
+        "assert libc.chroot(b'/tmp') == -1\n"
+        "print(ctypes.get_errno())\n"
+    )
+    result = python(pair, program, spec)
+    assert result.stdout.split() == [b"1"] * 7, result.stderr
+
+
+def test_can_not_reach_other_devices(pair: Pair, spec: str) -> None:
+    program = (
+        "import os, stat\n"
+        "for name in os.listdir('/dev'):\n"
+        "    mode = os.lstat('/dev/' + name).st_mode\n"
+        "    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode): print(name)\n"
+        "for kind, number in ((stat.S_IFCHR, (1, 1)), (stat.S_IFBLK, (254, 0)), (stat.S_IFCHR, (1, 3))):\n"
+        "    try: os.mknod('/tmp/device', kind | 0o666, os.makedev(*number))\n"
+        "    except PermissionError: continue\n"
+        "    print('made', number)\n"
+    )
+    result = python(pair, program, spec)
+    assert result.code == 0, result.stderr
+    assert set(result.stdout.decode().split()) == {name for name in DEVICES if os.path.exists(f"/dev/{name}")}
+
+
+def test_a_device_node_in_its_files_does_not_open(pair: Pair, root: Path) -> None:
+    os.mknod(root / "data/null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    result = shell(pair, "cat /data/null && echo opened; cat /dev/null && echo null", with_root(root))
+    assert (result.stdout, b"Permission denied" in result.stderr) == (b"null\n", True)
+
+
+def test_can_not_see_processes_or_descriptors_of_the_host(pair: Pair, spec: str) -> None:
+    program = (
+        "import os\n"
+        "pids = [int(each) for each in os.listdir('/proc') if each.isdecimal()]\n"
+        "print(len(pids), os.getpid(), os.getppid())\n"
+        "print(*sorted(os.listdir('/proc/self/fd')))\n"
+        "for pid in range(2, 70000):\n"
+        "    try: os.kill(pid, 0)\n"
+        "    except ProcessLookupError: continue\n"
+        "    print('there is', pid)\n"
+    )
+    result = python(pair, program, spec)
+    # The third descriptor is the listing's own.
+    assert result.stdout.decode().splitlines() == ["1 1 0", "0 1 2 3"], result
+
+
+def test_can_not_write_kernel_paths(pair: Pair, spec: str) -> None:
+    paths = (
+        "/proc/sys/kernel/hostname /proc/sys/kernel/core_pattern /proc/sysrq-trigger /proc/sys/vm/drop_caches"
+        " /proc/irq/default_smp_affinity /sys/kernel/mm/ksm/run /sys/kernel/uevent_helper /sys/fs/cgroup/cgroup.procs"
+    )
+    reads = "cat /proc/kcore /proc/keys; ls /sys/firmware; id -u"
+    script = f"for path in {paths}; do ( : > $path ) 2> /dev/null && echo wrote $path; done; {reads}"
+    result = shell(pair, script, spec)
+    assert result.stdout == b"65534\n", result
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_contained_root_can_not_either(pair: Pair, root: Path, kind: str) -> None:
+    given = with_root(root) if kind == "own root" else "security { }"
+    paths = "/proc/sys/kernel/hostname /proc/sysrq-trigger /sys/kernel/mm/ksm/run /sys/fs/cgroup/unified/cgroup.procs"
+    script = (
+        f"for path in {paths}; do ( echo x > $path ) 2> /dev/null && echo wrote $path; done;"
+        "mount -t tmpfs none /tmp && echo mounted; mount -o remount,rw /proc/sys && echo remounted;"
+        "mknod /tmp/node c 1 1 && echo node; umount -l /proc && echo unmounted; unshare -m true && echo unshared;"
+        "nsenter -t 1 -m true && echo entered; dmesg && echo dmesg; ls -d /proc/[0-9]* | wc -l; id -u"
+    )
+    result = shell(pair, script, given)
+    processes, uid = result.stdout.split()
+    assert int(processes) <= 4, result
+    assert uid == b"0"
+
+
+def test_set_user_id_bits_give_nothing(pair: Pair, root: Path) -> None:
+    tool = root / "data/id"
+    tool.write_bytes(Path("/usr/bin/id").read_bytes())
+    tool.chmod(0o4755)
+    result = shell(pair, "/data/id -u", with_root(root, "security { user: '65534' }"))
+    assert result.stdout == b"65534\n"
+
+
+def test_runc_cve_2021_30465_links_in_the_root_lead_nowhere_else(pair: Pair, root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (root / "out").symlink_to(outside)
+    found, metadata = refused(pair, with_root(root, mounts="mount { source: '/etc' target: '/out' }"))
+    assert (found, metadata["field"]) == (grpc.StatusCode.NOT_FOUND, "filesystem.mounts.mount[1].target")
+    (root / "etc/passwd").unlink()
+    (root / "etc/passwd").symlink_to("/etc/shadow")
+    assert refused(pair, with_root(root, "security { user: 'nobody' }"))[1]["field"] == "security.user"
+    (root / "etc/passwd").unlink()
+    os.mkfifo(root / "etc/passwd")
+    assert refused(pair, with_root(root, "security { user: 'nobody' }"))[1]["field"] == "security.user"
+
+
+@pytest.mark.parametrize("directory", ["/proc/self/fd/7", "/proc/self/fd/3", "/proc/self/cwd", "/proc/1/root/etc"])
+def test_cve_2024_21626_the_directory_is_no_magic_link(pair: Pair, root: Path, directory: str) -> None:
+    for given in (with_root(root), AS_NOBODY):
+        metadata = refused(pair, given, cwd=directory)[1]
+        assert metadata["field"] == "cwd"
+        assert metadata["errno"] in ("ELOOP", "ENOENT", "EACCES")
+
+
+def test_cve_2024_21626_the_directory_is_inside(pair: Pair, root: Path) -> None:
+    (root / "data/deep").mkdir()
+    result = shell(pair, "pwd -P; cd ../../../..; pwd -P; ls -d etc usr; ls data", with_root(root), cwd="/data/deep")
+    assert result.stdout == b"/data/deep\n/\netc\nusr\ndeep\n"
+
+
+def test_mesos_9564_nothing_of_ours_is_in_its_root(pair: Pair, root: Path) -> None:
+    before = sorted(os.listdir(root)), sorted(os.listdir(root / "etc"))
+    shell(pair, "true", with_root(root, "security { user: '65534' }"))
+    assert (sorted(os.listdir(root)), sorted(os.listdir(root / "etc"))) == before
+
+
+def test_cve_2020_15257_no_abstract_socket_and_no_path_socket_for_a_user(pair: Pair) -> None:
+    paths = [str(path) for path in pair.run_dir.glob("*.sock")]
+    assert len(paths) == 4
+    program = (
+        "import socket, sys\n"
+        f"for path in {paths!r}:\n"
+        "    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):\n"
+        "        try: socket.socket(socket.AF_UNIX, kind).connect(path)\n"
+        "        except PermissionError: continue\n"
+        "        print('connected', path)\n"
+    )
+    result = python(pair, program, AS_NOBODY)
+    assert result.code == 0, result.stderr
+    mine = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in pair.pids().values() for fd in os.listdir(f"/proc/{pid}/fd")}
+    abstract = {
+        f"socket:[{words[6]}]"
+        for words in map(str.split, Path("/proc/net/unix").read_text().splitlines())
+        if len(words) > 7 and words[7].startswith("@")
+    }
+    assert not mine & abstract
+    assert b"connected" not in result.stdout
