@@ -5,6 +5,8 @@ The root file systems are real ones, made of the host's /usr by mounts of the sp
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from tests.harness.calls import Result, code, fresh_name, info
 from tests.harness.pair import Pair
+from tightship.kernel import seccomp
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 
@@ -173,6 +176,130 @@ def test_mounts_read_only_and_written(pair: Pair, root: Path, tmp_path: Path) ->
     assert result.stdout == b"1\n"
     assert result.stderr.count(b"Read-only file system") == 2
     assert os.listdir(source) == ["a"]
+
+
+# Filters of system calls
+
+PROBE = """
+import ctypes, errno, sys
+libc = ctypes.CDLL(None, use_errno=True)
+for number in map(int, sys.argv[1:]):
+    print(errno.errorcode[ctypes.get_errno()] if libc.syscall(number, 0x10000000, 0, 0, 0, 0) == -1 else "done")
+"""
+# Of x86-64.
+UNSHARE, CLONE, CLONE3, KEYCTL, IO_URING_SETUP, GETPID = 272, 56, 435, 250, 425, 39
+
+needs_libseccomp = pytest.mark.skipif(
+    os.uname().machine != "x86_64" or not seccomp.available(), reason="needs libseccomp, and numbers of x86-64"
+)
+
+
+def probe(pair: Pair, spec: str, *numbers: int) -> list[str]:
+    words = ["/usr/bin/python3", "-I", "-c", PROBE, *map(str, numbers)]
+    result = pair.calls.run(words, spec=spec, env=PATH)
+    assert result.code == 0, result
+    return result.stdout.decode().split()
+
+
+def with_filter(name: Path | str, more: str = "") -> str:
+    return f"security {{ seccomp_profile: '{name}' {more} }}"
+
+
+@needs_libseccomp
+def test_default_filter(pair: Pair, spec: str) -> None:
+    assert status(shell(pair, "cat /proc/self/status", spec))["Seccomp"] == "2"
+    found = probe(pair, spec, GETPID, UNSHARE, KEYCTL, CLONE, CLONE3, IO_URING_SETUP)
+    assert found == ["done", "EPERM", "EPERM", "ENOSYS", "ENOSYS", "ENOSYS"]
+
+
+@needs_libseccomp
+def test_default_filter_keeps_rare_families_of_sockets_away(pair: Pair) -> None:
+    program = (
+        "import errno, socket\n"
+        "for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_NETLINK, 38, 40):\n"
+        "    try: socket.socket(family, socket.SOCK_RAW if family == socket.AF_NETLINK else socket.SOCK_STREAM)\n"
+        "    except OSError as error: print(family, errno.errorcode[error.errno])\n"
+    )
+    assert python(pair, program, AS_NOBODY).stdout == b"38 ENOSYS\n40 ENOSYS\n"
+
+
+@needs_libseccomp
+def test_threads_and_processes_work_under_the_default_filter(pair: Pair, spec: str) -> None:
+    program = (
+        "import subprocess, multiprocessing.pool as pool, asyncio, tempfile, mmap\n"
+        "print(sum(pool.ThreadPool(4).map(abs, range(10))), subprocess.run(['true']).returncode)\n"
+        "print(asyncio.run(asyncio.sleep(0, 'slept')))\n"
+        "mmap.mmap(-1, 4096)\n"
+        "open(tempfile.mkstemp(dir='/dev/shm')[1], 'w').write('x')\n"
+    )
+    result = python(pair, program, spec)
+    assert result.stdout == b"45 0\nslept\n", result
+
+
+@needs_libseccomp
+def test_a_capability_opens_its_calls(pair: Pair) -> None:
+    assert probe(pair, "security { capabilities: 'CAP_SYS_CHROOT' }", UNSHARE) == ["EPERM"]
+    given = "security { capabilities: 'CAP_SYS_ADMIN' capabilities: 'CAP_DAC_OVERRIDE' }"
+    assert shell(pair, "mount -t tmpfs x /mnt && echo mounted", given).stdout == b"mounted\n"
+
+
+@needs_libseccomp
+def test_no_filter(pair: Pair) -> None:
+    assert status(shell(pair, "cat /proc/self/status", with_filter("unconfined")))["Seccomp"] == "0"
+    assert status(shell(pair, "cat /proc/self/status", with_filter("default")))["Seccomp"] == "2"
+
+
+@needs_libseccomp
+@pytest.mark.parametrize("more", ["", "user: 'nobody'", "user: 'nobody' no_new_privs: false"])
+def test_own_filter(pair: Pair, tmp_path: Path, more: str) -> None:
+    profile = tmp_path / "profile.json"
+    refuse_usr1 = {"index": 1, "op": "SCMP_CMP_EQ", "value": 10}
+    rules = [
+        {"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EXDEV},
+        {"names": ["kill"], "action": "SCMP_ACT_ERRNO", "args": [refuse_usr1]},
+    ]
+    profile.write_text(json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}))
+    result = shell(pair, "mkdir /dev/shm/x; kill -USR1 $$; kill -0 $$ && echo alive", with_filter(profile, more))
+    assert result.stdout == b"alive\n"
+    assert b"Invalid cross-device link" in result.stderr
+    assert b"not permitted" in result.stderr
+
+
+@needs_libseccomp
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("{", None),
+        ("[]", ""),
+        ("{}", "defaultAction"),
+        ('{"defaultAction": "SCMP_ACT_ALLOW", "archMap": []}', "archMap"),
+        ('{"defaultAction": "SCMP_ACT_NOTIFY"}', "defaultAction"),
+        ('{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": []}]}', "syscalls[0].names"),
+        (
+            '{"defaultAction": "SCMP_ACT_ALLOW", "syscalls":'
+            ' [{"names": ["kill"], "action": "SCMP_ACT_TRAP", "includes": {}}]}',
+            "syscalls[0].includes",
+        ),
+    ],
+)
+def test_a_bad_profile_is_refused_by_its_place(pair: Pair, tmp_path: Path, text: str, place: str | None) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(text)
+    metadata = refused(pair, with_filter(profile))[1]
+    assert (metadata["field"], metadata["file"]) == ("security.seccomp_profile", str(profile))
+    assert metadata.get("key") == place
+
+
+@needs_libseccomp
+def test_a_filter_that_can_not_be_fails_the_launch(pair: Pair, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    rules = [{"names": ["no_such_call"], "action": "SCMP_ACT_ERRNO"}]
+    profile.write_text(json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}))
+    assert refused(pair, with_filter(profile))[1]["field"] == "security.seccomp_profile"
+    assert refused(pair, with_filter("/nonexistent"))[1]["field"] == "security.seccomp_profile"
+    # It lets nothing through, not even the child's last calls.
+    profile.write_text(json.dumps({"defaultAction": "SCMP_ACT_KILL_PROCESS"}))
+    assert refused(pair, with_filter(profile))[1]["stage"] == "gate"
 
 
 # What is refused

@@ -81,7 +81,6 @@ def test_values_out_of_range_are_named(text: str, field: str) -> None:
         ("memory { tmpfs { path: '/x' } }", "memory.tmpfs"),
         ("virtual_host { init { init_argv: 'x' } }", "virtual_host.init"),
         ("monitoring { enable_perf_counters: false }", "monitoring"),
-        ("security { seccomp_profile: '/x' }", "security.seccomp_profile"),
         ("cpu { scheduling_latency: PREMIER }", "cpu.scheduling_latency"),
     ],
 )

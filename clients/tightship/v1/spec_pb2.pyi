@@ -1088,7 +1088,10 @@ class SecuritySpec(_message.Message):
     no_new_privs: _builtins.bool
     """No privilege by exec; true when absent."""
     seccomp_profile: _builtins.str
-    """Filter of system calls. Not honoured yet."""
+    """Filter of system calls: "default", which absent is too where libseccomp is
+    there; "unconfined"; or the absolute path of a profile on the host, JSON as
+    the OCI runtime specification's linux.seccomp.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names or gids of more groups, by the root's group file."""

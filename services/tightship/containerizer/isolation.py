@@ -13,7 +13,7 @@ from typing import Any
 
 from tightship.common.errors import Code, ServiceError, errno_name, invalid
 from tightship.common.rights import Rights
-from tightship.containerizer import accounts
+from tightship.containerizer import accounts, seccomp_profile
 from tightship.kernel import capabilities
 from tightship.v1 import spec_pb2
 
@@ -26,11 +26,14 @@ HONOURED = frozenset(
         "security.groups",
         "security.capabilities",
         "security.no_new_privs",
+        "security.seccomp_profile",
     }
 )
 """Fields that are checked here."""
 
 NO_CAPABILITIES = "NONE"
+DEFAULT_FILTER = "default"
+UNFILTERED = "unconfined"
 
 _FD_LIMIT_MAX = 2**31 - 1
 _MOUNTS_MAX = 64
@@ -77,6 +80,8 @@ def check(spec: spec_pb2.ContainerSpec) -> None:
     for index, group in enumerate(security.groups):
         _check_name(f"security.groups[{index}]", group)
     _numbers(security)
+    if security.HasField("seccomp_profile") and security.seccomp_profile not in (UNFILTERED, DEFAULT_FILTER):
+        _check_path("security.seccomp_profile", security.seccomp_profile)
 
 
 def with_user(spec: spec_pb2.ContainerSpec, caller: Rights) -> spec_pb2.ContainerSpec:
@@ -93,6 +98,8 @@ def with_user(spec: spec_pb2.ContainerSpec, caller: Rights) -> spec_pb2.Containe
         "security.groups": bool(security.groups),
         "security.capabilities": bool(set(security.capabilities) - {NO_CAPABILITIES}),
         "security.no_new_privs": security.HasField("no_new_privs") and not security.no_new_privs,
+        # A file that it may not read, perhaps; and what is wrong in it is told.
+        "security.seccomp_profile": security.seccomp_profile not in ("", DEFAULT_FILTER),
         # By these it would reach what only directories above keep from that user.
         "filesystem.rootfs": files.HasField("rootfs"),
         "filesystem.mounts": files.HasField("mounts"),
@@ -139,6 +146,9 @@ def order(spec: spec_pb2.ContainerSpec) -> dict[str, Any] | None:
         asked["capabilities"] = _numbers(security)
     if security.HasField("no_new_privs"):
         asked["no_new_privs"] = security.no_new_privs
+    if security.HasField("seccomp_profile"):
+        named = security.seccomp_profile
+        asked["seccomp"] = named if named in (UNFILTERED, DEFAULT_FILTER) else seccomp_profile.read(named)
     return asked
 
 

@@ -5,16 +5,20 @@ Stages are the fields of the spec that they honour, so that a refusal names the 
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import resource
 import struct
 
 from tightship.common.packets import Packet
-from tightship.kernel import capabilities, rootfs
+from tightship.kernel import capabilities, rootfs, seccomp
 from tightship.kernel.calls import Calls
 from tightship.kernel.rootfs import Bind, Descriptors
 from tightship.spawner import orders
+from tightship.spawner.notices import notice
 
+_FILTER = "security.seccomp_profile"
 _RLIMIT = struct.Struct("=QQ")
 _ID_MAX = 2**32 - 2
 _GROUPS_MAX = 65_536  # NGROUPS_MAX
@@ -29,6 +33,7 @@ class Isolation:
         "_binds",
         "_capabilities",
         "_fd_limit",
+        "_filter",
         "_gid",
         "_groups",
         "_no_new_privs",
@@ -52,6 +57,7 @@ class Isolation:
         self._groups = _numbers(packet, "groups", _ID_MAX, _GROUPS_MAX)
         self._capabilities = _numbers(packet, "capabilities", 63, 64)
         self._no_new_privs = orders.boolean(packet, "no_new_privs", True)
+        self._filter = self._made(packet.get("seccomp")) if self.confined else None
 
     def limit(self, calls: Calls) -> None:
         if self._fd_limit is not None:
@@ -64,6 +70,8 @@ class Isolation:
 
     def become_user(self, calls: Calls, *, stdin: bool) -> None:
         """What is only root's is over. Capabilities are left for `give_up`."""
+        if not self._no_new_privs:
+            self._install_filter(calls)  # which then only root may
         kept = self._kept()
         capabilities.bound(calls, "security.capabilities", kept)
         if self._uid is not None and capabilities.CHOWN in capabilities.of_this_process():
@@ -90,6 +98,24 @@ class Isolation:
         capabilities.limit(calls, "security.capabilities", self._kept(), ambient=not self._is_root())
         if self._no_new_privs:
             capabilities.no_new_privileges(calls, "security.no_new_privs")
+            self._install_filter(calls)
+
+    def _install_filter(self, calls: Calls) -> None:
+        if self._filter is not None:
+            seccomp.install(calls, _FILTER, self._filter)
+
+    def _made(self, given: object) -> bytes | None:
+        """The filter's program: the default one where nothing is asked and this machine can. Raises OrderError."""
+        if given == "unconfined":
+            return None
+        if given is None and not seccomp.available():
+            _notice_unfiltered()
+            return None
+        profile = seccomp.default(self._kept()) if given in (None, "default") else _profile(given)
+        try:
+            return seccomp.program(profile)
+        except OSError as error:
+            raise orders.OrderError(_FILTER, error.errno or errno.EIO, error.strerror or str(error)) from None
 
     def _is_root(self) -> bool:
         return (os.geteuid() if self._uid is None else self._uid) == 0
@@ -98,6 +124,51 @@ class Isolation:
         if self._capabilities is not None:
             return frozenset(self._capabilities)
         return capabilities.DEFAULT & capabilities.of_this_process() if self._is_root() else frozenset()
+
+
+@functools.cache
+def _notice_unfiltered() -> None:
+    notice("libseccomp.so.2 is not there: confined commands run without the default filter of system calls")
+
+
+def _profile(given: object) -> seccomp.Profile:
+    """Of [default, [[names, action, [[argument, comparison, first, second]]]]]. Raises OrderError for another form."""
+    if not isinstance(given, list):
+        given = []
+    try:
+        default, rules = given
+        return seccomp.Profile(
+            _action(default),
+            tuple(
+                seccomp.Rule(
+                    tuple(_word(name) for name in names),
+                    _action(action),
+                    tuple(seccomp.Comparison(*map(_value, comparison)) for comparison in comparisons),
+                )
+                for names, action, comparisons in rules
+            ),
+        )
+    except (TypeError, ValueError):
+        raise orders.bad("seccomp", "must be default, unconfined, or an action and a list of rules") from None
+
+
+def _action(given: object) -> int:
+    number = _value(given)
+    if number not in seccomp.ACTIONS and not seccomp.ERRNO <= number <= seccomp.ERRNO + seccomp.ERRNO_MAX:
+        raise ValueError
+    return number
+
+
+def _value(given: object) -> int:
+    if not isinstance(given, int) or not 0 <= given < 1 << 64:
+        raise ValueError
+    return given
+
+
+def _word(given: object) -> str:
+    if not isinstance(given, str) or "\0" in given:
+        raise ValueError
+    return given
 
 
 def _bind(index: int, packet: object) -> Bind:
