@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.harness.calls import Result, code, fresh_name, info
-from tests.harness.pair import Pair
+from tests.harness.calls import Calls, Result, code, fresh_name, info
+from tests.harness.pair import CHANNEL_OPTIONS, Pair
 from tightship.kernel import seccomp
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
@@ -302,6 +302,58 @@ def test_a_filter_that_can_not_be_fails_the_launch(pair: Pair, tmp_path: Path) -
     assert refused(pair, with_filter(profile))[1]["stage"] == "gate"
 
 
+# Clients that run as a user
+
+
+@pytest.fixture(scope="module")
+def forced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, Calls]]:
+    """A pair whose client `ci` runs as daemon, and that client."""
+    file = tmp_path_factory.mktemp("clients") / "clients.toml"
+    file.write_text(f'[[client]]\nname = "ci"\nuid = {USER}\nprefixes = ["/"]\nrun_as = "daemon"\n')
+    with Pair({"TIGHTSHIP_CLIENTS": str(file)}) as pair:
+        channels = [
+            grpc.insecure_channel(f"unix:{pair.run_dir}/clients/ci/{service}.sock", options=CHANNEL_OPTIONS)
+            for service in ("containerizer", "switchboard")
+        ]
+        yield pair, Calls(*channels)
+        for channel in channels:
+            channel.close()
+
+
+@pytest.mark.parametrize("given", ["", "security { user: 'daemon' }", "tasks { limit: 9 } security { }"])
+def test_a_client_that_runs_as_a_user_gets_that_user(forced: tuple[Pair, Calls], given: str) -> None:
+    pair, client = forced
+    ids = client.run(["/bin/sh", "-c", "id -u; grep CapBnd /proc/self/status"], spec=given, env=PATH).stdout.split()
+    assert (ids[0], int(ids[2], 16)) == (b"1", 0)
+    assert pair.calls.run(["/usr/bin/id", "-u"], spec=given and "security { }").stdout == b"0\n", "others as before"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ("security { user: 'root' }", "security.user"),
+        ("security { user: '1' }", "security.user"),
+        ("security { groups: '0' }", "security.groups"),
+        ("security { capabilities: 'CAP_SYS_ADMIN' }", "security.capabilities"),
+        ("security { no_new_privs: false }", "security.no_new_privs"),
+        ("security { seccomp_profile: 'unconfined' }", "security.seccomp_profile"),
+        ("security { seccomp_profile: '/etc/shadow' }", "security.seccomp_profile"),
+        ("filesystem { rootfs: '/var' }", "filesystem.rootfs"),
+        ("filesystem { mounts { } }", "filesystem.mounts"),
+    ],
+)
+def test_a_client_that_runs_as_a_user_gets_nothing_beyond(forced: tuple[Pair, Calls], given: str, field: str) -> None:
+    error = forced[1].launch(["/bin/true"], spec=given).error()
+    assert (code(error), info(error).metadata["field"]) == (grpc.StatusCode.PERMISSION_DENIED, field)
+
+
+def test_a_user_of_such_a_client_reaches_no_door(forced: tuple[Pair, Calls]) -> None:
+    pair, client = forced
+    paths = [str(path) for path in pair.run_dir.rglob("*.sock")]
+    assert len(paths) == 6
+    assert b"connected" not in client.run(["/usr/bin/python3", "-I", "-c", CONNECT, *paths], env=PATH).stdout
+
+
 # What is refused
 
 
@@ -353,6 +405,28 @@ def test_create_has_no_process_to_be_confined(pair: Pair) -> None:
         with pytest.raises(grpc.RpcError) as raised:
             pair.calls.create(fresh_name(), given)
         assert code(raised.value) is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_nothing_is_launched_below_a_confined_container(pair: Pair) -> None:
+    started = pair.calls.detach(["/bin/sleep", "600"], fresh_name(), AS_NOBODY)
+    try:
+        error = pair.calls.launch(["/bin/true"], f"{started.name}/below").error()
+        assert (code(error), info(error).metadata["field"]) == (grpc.StatusCode.UNIMPLEMENTED, "security")
+    finally:
+        pair.calls.destroy(started.name)
+
+
+def test_the_loop_in_python_confines_as_the_machine_code_does(pair: Pair, faulty: Pair, root: Path) -> None:
+    script = "id; grep -E 'Seccomp:|CapBnd|NoNewPrivs' /proc/self/status; ls /dev /; ulimit -n"
+    for given in (
+        AS_NOBODY,
+        with_root(root, "security { user: '4711' }"),
+        "security { }",
+        "filesystem { fd_limit: 9 }",
+    ):
+        native = shell(pair, script, given)
+        assert native.code == 0, native
+        assert shell(faulty, script, given).stdout == native.stdout
 
 
 # Ways out, each tried from inside
@@ -483,24 +557,33 @@ def test_mesos_9564_nothing_of_ours_is_in_its_root(pair: Pair, root: Path) -> No
     assert (sorted(os.listdir(root)), sorted(os.listdir(root / "etc"))) == before
 
 
+CONNECT = """
+import socket, sys
+for path in sys.argv[1:]:
+    try:
+        for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+            try:
+                socket.socket(socket.AF_UNIX, kind).connect(path)
+                print("connected", path)
+            except OSError as error:
+                if not isinstance(error, PermissionError):
+                    continue
+                raise
+    except PermissionError:
+        print("refused")
+"""
+
+
 def test_cve_2020_15257_no_abstract_socket_and_no_path_socket_for_a_user(pair: Pair) -> None:
     paths = [str(path) for path in pair.run_dir.glob("*.sock")]
     assert len(paths) == 4
-    program = (
-        "import socket, sys\n"
-        f"for path in {paths!r}:\n"
-        "    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):\n"
-        "        try: socket.socket(socket.AF_UNIX, kind).connect(path)\n"
-        "        except PermissionError: continue\n"
-        "        print('connected', path)\n"
-    )
-    result = python(pair, program, AS_NOBODY)
-    assert result.code == 0, result.stderr
+    result = pair.calls.run(["/usr/bin/python3", "-I", "-c", CONNECT, *paths], spec=AS_NOBODY)
+    assert result.stdout.split() == [b"refused"] * len(paths), result
     mine = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in pair.pids().values() for fd in os.listdir(f"/proc/{pid}/fd")}
     abstract = {
         f"socket:[{words[6]}]"
         for words in map(str.split, Path("/proc/net/unix").read_text().splitlines())
         if len(words) > 7 and words[7].startswith("@")
     }
+    assert mine, "the sockets of the services were looked at"
     assert not mine & abstract
-    assert b"connected" not in result.stdout
