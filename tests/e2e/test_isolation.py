@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ USER, GROUP = 65534, 65534
 PATH = ["PATH=/usr/bin:/bin:/usr/sbin:/sbin"]
 AS_NOBODY = "security { user: 'nobody' }"
 DEVICES = {"null", "zero", "full", "random", "urandom", "tty"}
+
+
+@pytest.fixture
+def pair(own_pair_module: Pair) -> Pair:
+    """Not one in another container: the roots are made here."""
+    return own_pair_module
 
 
 @pytest.fixture
@@ -176,6 +183,32 @@ def test_mounts_read_only_and_written(pair: Pair, root: Path, tmp_path: Path) ->
     assert result.stdout == b"1\n"
     assert result.stderr.count(b"Read-only file system") == 2
     assert os.listdir(source) == ["a"]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_what_the_host_mounts_later_appears_unless_the_mount_is_private(
+    pair: Pair, root: Path, tmp_path: Path, private: bool
+) -> None:
+    source, go = tmp_path / "source", tmp_path / "go"
+    (source / "below").mkdir(parents=True)
+    go.mkdir()
+    kind = "private: true" if private else ""
+    mounts = f"mount {{ source: '{source}' target: '/data' {kind} }} mount {{ source: '{go}' target: '/tmp' }}"
+    script = "mount > /dev/null; while [ ! -e /tmp/go ]; do sleep 0.02; done; ls /data/below"
+    subprocess.run(["mount", "-t", "tmpfs", "shared", source], check=True)
+    try:
+        (source / "below").mkdir()
+        subprocess.run(["mount", "--make-shared", source], check=True)
+        launching = pair.calls.launch(["/bin/sh", "-c", script], spec=with_root(root, mounts=mounts), env=PATH)
+        lease = launching.started().lease_id
+        subprocess.run(["mount", "-t", "tmpfs", "later", source / "below"], check=True)
+        (source / "below/late").touch()
+        (go / "go").touch()
+        assert pair.calls.output(lease)[1] == (b"" if private else b"late\n")
+        launching.exited()
+        launching.gone()
+    finally:
+        subprocess.run(["umount", "-R", source], check=True)
 
 
 # Filters of system calls

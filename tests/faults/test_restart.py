@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.harness.calls import FULL_SPEC, code, fresh_name
+from tests.harness.calls import FULL_SPEC, code, fresh_name, info
 from tests.harness.pair import ROOT, SERVICES, Pair, Service
 from tests.harness.waiting import Answer, until
 from tightship.v1 import containerizer_pb2 as cpb
@@ -79,6 +79,12 @@ def test_an_older_peer_is_served(older: str, tmp_path: Path) -> None:
         attached.started()
         attached.cancel()
         pair.settle(before)
+        if older != "switchboard":
+            for spec in ("security { user: 'nobody' }", "filesystem { fd_limit: 9 }"):
+                error = calls.launch(["/bin/true"], spec=spec).error()
+                assert code(error) is grpc.StatusCode.UNIMPLEMENTED, "it would run without"
+                assert info(error).metadata["field"] == spec.split()[0]
+            pair.settle(before)
 
 
 @pytest.mark.parametrize("spec", ["", FULL_SPEC], ids=["plain", "namespaces"])

@@ -20,7 +20,7 @@ from typing import Literal
 from tightship.common.rundir import RunDirError
 from tightship.containerizer import machine
 from tightship.containerizer.machine import Machine
-from tightship.kernel import cgroup, clone, process
+from tightship.kernel import cgroup, clone, process, rootfs, seccomp
 
 State = Literal["ok", "note", "warn", "missing"]
 
@@ -29,10 +29,13 @@ _PYTHON = (3, 11)
 
 # linux/capability.h. What each is for, when it is missing.
 _CAPABILITIES = (
-    ("CAP_SYS_ADMIN", 21, "namespaces of virtual_host, and a mark on cgroups that no user can set"),
+    ("CAP_SYS_ADMIN", 21, "namespaces of virtual_host and security, and a mark on cgroups that no user can set"),
     ("CAP_KILL", 5, "ending processes that have become another user"),
     ("CAP_DAC_OVERRIDE", 1, "writing cgroups that were given to an owner"),
     ("CAP_CHOWN", 0, "owner and owner_group"),
+    ("CAP_SETUID", 7, "security.user"),
+    ("CAP_SETGID", 6, "security.user and groups"),
+    ("CAP_SETPCAP", 8, "security, which drops capabilities"),
     ("CAP_NET_ADMIN", 12, "the loopback interface of virtual_host { network {} }"),
     ("CAP_SYS_PTRACE", 19, "an audit's look at descriptors of other users' processes"),
     ("CAP_SYS_RESOURCE", 24, "memory.eviction_priority above its default"),
@@ -103,6 +106,12 @@ def _calls() -> Iterator[Finding]:
     yield _call("pidfd_open", lambda: os.close(os.pidfd_open(os.getpid())))
     yield _call("close_range", lambda: clone.close_range(clone.LAST_FD, clone.LAST_FD))
     yield _call("namespaces of virtual_host", lambda: _child(tuple(clone.NAMESPACES)), "warn")
+    yield _call("mounts of security and filesystem", rootfs.probe, "warn")
+    filters = seccomp.available()
+    yield Finding(
+        "kernel", "filter of system calls", "ok" if filters else "warn", "yes" if filters else "no libseccomp.so.2",
+        "" if filters else "without it security confines without its default filter: apt-get install libseccomp2",
+    )  # fmt: skip
     knows = told == [True]
     yield Finding(
         "kernel", "exit status by pidfd", "ok" if knows else "note", "yes" if knows else "no",

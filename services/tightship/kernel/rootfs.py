@@ -7,12 +7,14 @@ mount_setattr(2), open_tree(2) and move_mount(2), the OCI runtime specification 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 import struct
 from dataclasses import dataclass
 
-from tightship.kernel.calls import Calls
+from tightship.kernel import libc
+from tightship.kernel.calls import NUMBERS, Calls
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 """The nodes of /dev, with a pseudo-terminal file system of its own."""
@@ -97,6 +99,15 @@ class Descriptors:
     def close(self, calls: Calls, stage: str, number: int) -> None:
         calls.add(stage, "close", number)
         self._taken.discard(number)
+
+
+def probe() -> None:
+    """Raises OSError where the kernel, or a filter, has not the latest of the calls made here: Linux 5.12."""
+    packed = _MOUNT_ATTR.pack(0, 0, 0, 0)
+    # It changes nothing.
+    libc.syscall(
+        NUMBERS["mount_setattr"], ctypes.c_int(_AT_FDCWD), b"/", ctypes.c_uint(0), packed, ctypes.c_size_t(len(packed))
+    )
 
 
 def confine(calls: Calls, root: str | None, binds: tuple[Bind, ...], descriptors: Descriptors) -> None:
