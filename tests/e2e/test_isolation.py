@@ -17,8 +17,9 @@ import grpc
 import pytest
 
 from tests.harness.calls import Calls, Result, code, fresh_name, info
-from tests.harness.pair import CHANNEL_OPTIONS, Pair
+from tests.harness.pair import CHANNEL_OPTIONS, Pair, Service
 from tightship.kernel import seccomp
+from tightship.v1 import containerizer_pb2 as cpb
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 
@@ -447,6 +448,18 @@ def test_nothing_is_launched_below_a_confined_container(pair: Pair) -> None:
         assert (code(error), info(error).metadata["field"]) == (grpc.StatusCode.UNIMPLEMENTED, "security")
     finally:
         pair.calls.destroy(started.name)
+
+
+@pytest.mark.parametrize("service", ["containerizer", "spawner"])
+def test_a_confined_container_outlives_the_services(faulty: Pair, root: Path, service: Service) -> None:
+    given = with_root(root, "security { user: '4711' }")
+    with faulty.unchanged():
+        started = faulty.calls.detach(["/bin/sh", "-c", "sleep 600"], fresh_name(), given, env=PATH)
+        faulty.kill(service)
+        faulty.await_ready()
+        assert faulty.calls.get(started.name).state == cpb.Container.RUNNING
+        assert faulty.calls.get(started.name).spec.security.user == "4711"
+        faulty.calls.destroy(started.name)
 
 
 def test_the_loop_in_python_confines_as_the_machine_code_does(pair: Pair, faulty: Pair, root: Path) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import TYPE_CHECKING
 
-from tightship.kernel.calls import Calls
+if TYPE_CHECKING:  # its memory is for who makes children
+    from tightship.kernel.calls import Calls
 
 # include/uapi/linux/capability.h, in the order of their numbers from 0.
 _NAMES = """

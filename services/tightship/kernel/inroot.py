@@ -9,8 +9,9 @@ import stat
 import struct
 
 from tightship.kernel import libc
-from tightship.kernel.calls import NUMBERS
 
+# The same on every architecture.
+_SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS = 0x2
 _RESOLVE_IN_ROOT = 0x10
 _OPEN_HOW = struct.Struct("=3Q")
@@ -26,7 +27,7 @@ def read(root: str, path: str, size_max: int) -> bytes:
     directory = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fd = libc.syscall(
-            NUMBERS["openat2"], ctypes.c_int(directory), os.fsencode(path) + b"\0", how, ctypes.c_size_t(len(how))
+            _SYS_OPENAT2, ctypes.c_int(directory), os.fsencode(path) + b"\0", how, ctypes.c_size_t(len(how))
         )
     finally:
         os.close(directory)
