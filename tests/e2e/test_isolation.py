@@ -142,8 +142,10 @@ def test_output_may_be_opened_by_the_user(pair: Pair) -> None:
         input=b"in\n",
     )
     assert (result.stdout, result.stderr) == (b"out\nin\n", b"err\n")
-    assert stat.S_IMODE(os.stat("/dev/null").st_mode) == 0o666
-    assert os.stat("/dev/null").st_uid == 0, "the host's node is not given away where there is no input"
+    before = os.stat("/dev/null")
+    assert shell(pair, "read -r x; echo $x", AS_NOBODY).stdout == b"\n"
+    after = os.stat("/dev/null")
+    assert (after.st_mode, after.st_uid) == (before.st_mode, before.st_uid), "the host's node is not given away"
 
 
 def test_own_root(pair: Pair, root: Path) -> None:
@@ -543,6 +545,23 @@ def test_can_not_write_kernel_paths(pair: Pair, spec: str) -> None:
     script = f"for path in {paths}; do ( : > $path ) 2> /dev/null && echo wrote $path; done; {reads}"
     result = shell(pair, script, spec)
     assert result.stdout == b"65534\n", result
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_contained_root_changes_no_device_of_the_host(pair: Pair, root: Path, kind: str) -> None:
+    given = with_root(root) if kind == "own root" else "security { }"
+    before = {name: os.stat(f"/dev/{name}") for name in DEVICES if os.path.exists(f"/dev/{name}")}
+    script = (
+        "for node in null zero full random urandom tty; do"
+        " chmod 640 /dev/$node && echo chmod; chown 1 /dev/$node && echo chown; touch /dev/$node && echo touch;"
+        " done; chmod 640 /proc/self/fd/0 && echo stdin;"
+        " chown 1 /proc/keys && echo masked; rm -f /dev/null && echo removed;"
+        " echo x > /dev/null; head -c 3 /dev/zero | wc -c"
+    )
+    assert shell(pair, script, given).stdout == b"3\n"
+    for name, was in before.items():
+        now = os.stat(f"/dev/{name}")
+        assert (now.st_mode, now.st_uid, now.st_mtime) == (was.st_mode, was.st_uid, was.st_mtime)
 
 
 @pytest.mark.parametrize("kind", SPECS)

@@ -59,6 +59,7 @@ _MOVE_MOUNT_T_SYMLINKS = 0x10
 _ATTR_RDONLY = 0x1
 _ATTR_NOSUID = 0x2
 _ATTR_NODEV = 0x4
+_ATTR_NOEXEC = 0x8
 # struct mount_attr: set, clear, propagation, user namespace.
 _MOUNT_ATTR = struct.Struct("=4Q")
 # include/uapi/linux/fcntl.h and openat2.h
@@ -114,7 +115,7 @@ def confine(calls: Calls, root: str | None, binds: tuple[Bind, ...], descriptors
     """In new mount and pid namespaces. Without `root` the host's files stay, devices and kernel paths apart."""
     trees = _clone_binds(calls, binds, descriptors)
     calls.add("mounts", "mount", 0, b"/\0", 0, _MS_REC | _MS_PRIVATE)
-    nodes = {name: _clone(calls, "dev", f"/dev/{name}", descriptors) for name in DEVICES if _is_there(f"/dev/{name}")}
+    nodes = {name: _clone_node(calls, f"/dev/{name}", descriptors) for name in DEVICES if _is_there(f"/dev/{name}")}
     if root is not None:
         _pivot(calls, "filesystem.rootfs", root, descriptors)
     else:
@@ -124,6 +125,14 @@ def confine(calls: Calls, root: str | None, binds: tuple[Bind, ...], descriptors
     _close_kernel_paths(calls, "kernel paths", sys=root is None)
     for bind, tree in zip(binds, trees, strict=True):
         _attach(calls, f"{bind.stage}.target", tree, bind.target, descriptors)
+
+
+def replace_null(calls: Calls, stage: str, number: int, descriptors: Descriptors) -> None:
+    """Puts the confined child's own /dev/null in the place of the host's: by that one a root could change its mode."""
+    calls.add(stage, "openat", _AT_FDCWD, b"/dev/null\0", os.O_RDWR | os.O_CLOEXEC)
+    opened = descriptors.take()
+    calls.add(stage, "dup3", opened, number, 0)
+    descriptors.close(calls, stage, opened)
 
 
 def enter(calls: Calls, stage: str, directory: str, descriptors: Descriptors) -> None:
@@ -208,6 +217,13 @@ def _close_kernel_paths(calls: Calls, stage: str, *, sys: bool) -> None:
 def _clone(calls: Calls, stage: str, path: str, descriptors: Descriptors, flags: int = 0) -> int:
     calls.add(stage, "open_tree", _AT_FDCWD, _path(path), _OPEN_TREE_CLONE | os.O_CLOEXEC | flags)
     return descriptors.take()
+
+
+def _clone_node(calls: Calls, path: str, descriptors: Descriptors) -> int:
+    """Of a device of the host's. Read-only it is written to all the same, but its owner and mode stay."""
+    tree = _clone(calls, "dev", path, descriptors)
+    _set(calls, "dev", tree, b"\0", _AT_EMPTY_PATH, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NOEXEC)
+    return tree
 
 
 def _attach(calls: Calls, stage: str, tree: int, target: str, descriptors: Descriptors) -> None:

@@ -49,7 +49,7 @@ def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status:
     isolation = order.isolation
     confinement = isolation if isolation is not None and isolation.confined else None
     if confinement is not None:
-        confinement.mount(calls, taken)
+        confinement.mount(calls, taken, stdin=order.stdin)
     elif "mount" in order.namespaces:
         namespaces.make_mounts_private(calls, "mounts")
         if "pid" in order.namespaces:

@@ -64,9 +64,11 @@ class Isolation:
             limits = _RLIMIT.pack(self._fd_limit, self._fd_limit)
             calls.add("filesystem.fd_limit", "prlimit64", 0, resource.RLIMIT_NOFILE, limits, 0)
 
-    def mount(self, calls: Calls, taken: set[int]) -> None:
-        """`taken` are the descriptors that are open."""
+    def mount(self, calls: Calls, taken: set[int], *, stdin: bool) -> None:
+        """`taken` are the descriptors that are open; `stdin` is whether the first is a pipe, or /dev/null."""
         rootfs.confine(calls, self._root, self._binds, Descriptors(taken))
+        if not stdin:
+            rootfs.replace_null(calls, "dev", 0, Descriptors(taken))
 
     def become_user(self, calls: Calls, *, stdin: bool) -> None:
         """What is only root's is over. Capabilities are left for `give_up`."""
