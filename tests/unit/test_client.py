@@ -360,6 +360,29 @@ async def test_a_new_containerizer_is_joined_by_request_id(fake: Fake, client: A
     assert first.request_id
 
 
+async def test_a_cancel_ends_a_launch_that_is_on_its_way_to_join_again(fake: Fake, client: AsyncClient) -> None:
+    lost = asyncio.Event()
+
+    async def launch(request: Any, context: Any) -> AsyncIterator[pb.LaunchResponse]:
+        yield STARTED
+        if fake.count("Launch") < 3:
+            lost.set()
+            await failing(Code.UNAVAILABLE, "RECOVERING", 0.3)(request, context)
+        await asyncio.sleep(600)
+
+    async def get(request: Any, context: Any) -> pb.GetResponse:
+        return pb.GetResponse(container=pb.Container(state=pb.Container.ENDED, record=EXITED.exited.record))
+
+    fake.on("Launch", launch)
+    fake.on("Get", get)
+    launched = await client.launch(["x"]).start()
+    await lost.wait()
+    async with asyncio.timeout(20):
+        while fake.count("Launch") < 2:  # then it waits for its next try
+            await asyncio.sleep(0.01)
+        await launched.cancel()
+
+
 async def test_another_launch_in_its_place_is_not_taken_for_it(fake: Fake, client: AsyncClient) -> None:
     other = pb.LaunchResponse(started=pb.LaunchResponse.Started(id="2", name="/a"))
 

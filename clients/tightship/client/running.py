@@ -95,8 +95,10 @@ class Running:
         else:
             self._cancelling = True
             self._end_call()
+            self._reader.cancel()  # it may be on its way to join again
             try:
-                await asyncio.wait([self._reader])
+                await asyncio.wait([self._reader], timeout=_END_S)
+                self._end_call()
                 self._note(await self._until_gone())
             except TightshipError as error:
                 self._fail(error)
