@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -132,6 +133,28 @@ def test_without_security_everything_is_as_before(pair: Pair) -> None:
 def test_fd_limit(pair: Pair) -> None:
     result = shell(pair, "ulimit -Sn; ulimit -Hn", "filesystem { fd_limit: 77 }")
     assert result.stdout.split() == [b"77", b"77"]
+
+
+def test_what_is_in_force_is_read_back(pair: Pair) -> None:
+    given = "security { user: 'nobody' groups: '4000' } filesystem { fd_limit: 77 }"
+    launching = pair.calls.launch(["/bin/true"], spec=given, report_in_force=True)
+    told = {one.field: one.value for one in launching.started().in_force}
+    launching.exited()
+    launching.gone()
+    assert told == {
+        "filesystem.fd_limit": "77",
+        "security.user": "65534",
+        "security.groups": "4000",
+        "security.capabilities": "0" * 16,
+        "security.no_new_privs": "1",
+        "security.seccomp_profile": "2" if seccomp.available() else "0",
+    }
+    started = pair.calls.detach(["/bin/sleep", "600"], fresh_name(), given)
+    try:
+        assert {one.field: one.value for one in pair.calls.get(started.name).in_force} == told
+        assert pair.calls.get(started.name).spec.security.groups == ["4000"]
+    finally:
+        pair.calls.destroy(started.name)
 
 
 def test_output_may_be_opened_by_the_user(pair: Pair) -> None:
@@ -277,6 +300,13 @@ def test_a_capability_opens_its_calls(pair: Pair) -> None:
     assert probe(pair, "security { capabilities: 'CAP_SYS_CHROOT' }", UNSHARE) == ["EPERM"]
     given = "security { capabilities: 'CAP_SYS_ADMIN' capabilities: 'CAP_DAC_OVERRIDE' }"
     assert shell(pair, "mount -t tmpfs x /mnt && echo mounted", given).stdout == b"mounted\n"
+
+
+@needs_libseccomp
+def test_the_second_numbering_of_calls_is_no_way_around_the_filter(pair: Pair) -> None:
+    x32 = 0x40000000
+    result = pair.calls.run(["/usr/bin/python3", "-I", "-c", PROBE, str(x32 + GETPID)], spec=AS_NOBODY)
+    assert result.record.signal == signal.SIGSYS
 
 
 @needs_libseccomp

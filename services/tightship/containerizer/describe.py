@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from tightship.containerizer import records
+from tightship.containerizer import privileges, records
 from tightship.containerizer.journal import Ended, Kind, Row
 from tightship.containerizer.machine import Machine
 from tightship.containerizer.operations import Operation
@@ -24,10 +24,13 @@ def in_force(row: Row) -> list[pb.InForce]:
         if step.kind == "write":
             with contextlib.suppress(OSError):
                 found.append(pb.InForce(field=step.field, file=step.target, value=cgroup.read(step.target)))
-    if row.live.pid and ContainerSpec.FromString(row.spec).memory.HasField("eviction_priority"):
-        file = f"/proc/{row.live.pid}/oom_score_adj"
+    if row.live.pid:
+        spec = ContainerSpec.FromString(row.spec)
         with contextlib.suppress(OSError):
-            found.append(pb.InForce(field="memory.eviction_priority", file=file, value=cgroup.read(file)))
+            if spec.memory.HasField("eviction_priority"):
+                file = f"/proc/{row.live.pid}/oom_score_adj"
+                found.append(pb.InForce(field="memory.eviction_priority", file=file, value=cgroup.read(file)))
+            found += privileges.in_force(spec, row.live.pid)
     return found
 
 
