@@ -432,6 +432,47 @@ def test_a_client_is_added_and_taken_out_by_sighup(guarded: Guarded) -> None:
         until(lambda: listed(calls) is grpc.StatusCode.UNAUTHENTICATED, "the guest is out")  # noqa: B023
 
 
+def test_another_certificate_for_a_client_ends_the_connections_of_the_one_before(guarded: Guarded) -> None:
+    pair = guarded.pair
+    entry = '[[client]]\nname = "guest"\ncertificate = "spiffe://tests/{}"\nprefixes = ["/far"]\n'
+    old = guarded.authority.issue("guest", uri="spiffe://tests/guest")
+    new = guarded.authority.issue("guest2", uri="spiffe://tests/guest2")
+    guarded.clients.write_text(CLIENTS + entry.format("guest"))
+    hang_up(pair)
+    try:
+        for before in guarded.calls(old):
+            until(lambda: listed(before) is None, "the old certificate is let in")  # noqa: B023
+            for after in guarded.calls(new):
+                assert listed(after) is grpc.StatusCode.UNAUTHENTICATED
+                guarded.clients.write_text(CLIENTS + entry.format("guest2"))
+                hang_up(pair)
+                refused = grpc.StatusCode.UNAUTHENTICATED
+                until(lambda: listed(before) is refused, "the old one is out, on the connection that it had")  # noqa: B023
+                until(lambda: listed(after) is None, "the new one is in, on the connection that it had")  # noqa: B023
+    finally:
+        guarded.clients.write_text(CLIENTS)
+        hang_up(pair)
+
+
+def test_what_others_made_on_its_names_a_client_can_not_end(guarded: Guarded, nobody: Stranger) -> None:
+    denied = {"code": "PERMISSION_DENIED", "reason": "MADE_BY_ANOTHER"}
+    for verb, more in (("Destroy", {"force": True}), ("Cleanup", {})):
+        assert nobody.ask("unary", guarded.door, verb, {"name": "/ci", **more}) == denied
+    assert guarded.pair.calls.get("/ci").state == cpb.Container.CREATED
+    assert nobody.ask("create", guarded.door, "/ci/own") == {"name": "/ci/own"}
+    assert "code" not in nobody.ask("unary", guarded.door, "Destroy", {"name": "/ci/own"})
+
+
+def test_everything_for_everybody_on_the_host_is_warned_of() -> None:
+    pair = Pair()
+    loopback = {"TIGHTSHIP_CONTAINERIZER_LISTEN": "127.0.0.1:0", "TIGHTSHIP_INSECURE_LOOPBACK": "1"}
+    pair.environment |= loopback
+    with pair:
+        log = (pair.run_dir / "spawner.log").read_text()
+    assert "WARNING" in log
+    assert "whoever is on this host may do everything" in log
+
+
 def hang_up(pair: Pair, *services: Service) -> None:
     for service in services or SERVICES[1:]:
         os.kill(pair.pid(service), signal.SIGHUP)  # the test's own pair

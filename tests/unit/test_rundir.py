@@ -110,3 +110,12 @@ def test_a_new_listener_replaces_the_path_of_a_dead_one(base: Path) -> None:
         assert not listener.get_inheritable()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
             client.connect(os.fsencode(path))
+
+
+def test_its_mode_is_its_own_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        RunDir.open(tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o750

@@ -168,6 +168,7 @@ class Doors:
         for listener in self.listeners:
             assert context is not None
             listener.context = context
+            listener.reroute(self._door_of)
         _log.info("reload: %d clients", len(entries))
 
     # Clients
@@ -251,6 +252,12 @@ class Doors:
             except RuntimeError:  # gRPC says no more
                 raise OSError(errno.EADDRINUSE, f"--listen {address}: can't listen there") from None
             _log.info("listening on %s, without TLS", Address(address.host, port))
+        if rights.entry is None:
+            _log.warning(
+                "--insecure-loopback without an entry named %s in the clients file: whoever is on this host may do"
+                " everything, contained processes too",
+                LOOPBACK,
+            )
         await server.start()
         self.by_client[LOOPBACK] = Door(rights, server, None)
 
@@ -269,15 +276,21 @@ class Doors:
         return tls.server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
     def _route(self, names: Sequence[str]) -> Path:
-        """The door of the client that has one of these names."""
+        """The door of the client that has one of these names, or the strangers'."""
+        door = self._door_of(names)
+        if door is not None:
+            return door
+        refused.say("a certificate of %s is no client's", [name[:_SHOWN] for name in names[:_SHOWN_NAMES]])
+        assert self._strangers is not None
+        return self._strangers
+
+    def _door_of(self, names: Sequence[str]) -> Path | None:
         for name in names:
             for door in self.by_client.values():
                 entry = door.rights.entry
                 if entry is not None and entry.certificate == name and door.path is not None:
                     return door.path
-        refused.say("a certificate of %s is no client's", [name[:_SHOWN] for name in names[:_SHOWN_NAMES]])
-        assert self._strangers is not None
-        return self._strangers
+        return None
 
 
 @contextlib.contextmanager

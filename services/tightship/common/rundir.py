@@ -50,7 +50,9 @@ class RunDir:
                 f" {len(_UNPUBLISHED)} of ours a Unix socket's path may have {SOCKET_PATH_MAX}; use a shorter --run-dir"
             )
         try:
-            os.makedirs(run.path, mode=0o750, exist_ok=True)
+            if not run.path.is_dir():
+                os.makedirs(run.path, exist_ok=True)
+                os.chmod(run.path, 0o750)  # noqa: S103 - whatever the umask is
         except FileExistsError:
             raise RunDirError(f"run directory {run.path} is not a directory; use another --run-dir") from None
         except OSError as error:

@@ -105,7 +105,8 @@ class TlsListener:
         """For the next connection."""
         self._socket = listener
         self._route = route
-        self._connections: set[asyncio.Task[None]] = set()
+        # With the names and the door of what is relayed.
+        self._connections: dict[asyncio.Task[None], tuple[Sequence[str], Path] | None] = {}
         self._handshakes = 0
         self._accepting = asyncio.create_task(self._accept(), name="tls")
 
@@ -118,6 +119,12 @@ class TlsListener:
     def address(self) -> str:
         host, port = self._socket.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def reroute(self, route: Callable[[Sequence[str]], Path | None]) -> None:
+        """Ends the connections whose names have another door now, or none: their rights are of the old one."""
+        for task, relayed in self._connections.items():
+            if relayed is not None and route(relayed[0]) != relayed[1]:
+                task.cancel()
 
     def stop_accepting(self) -> None:
         self._accepting.cancel()
@@ -145,8 +152,8 @@ class TlsListener:
                 refused.note(DOOR, "RESOURCE_EXHAUSTED", f"{peer[0]}: too many connections")
                 continue
             task = asyncio.create_task(self._serve(connection, str(peer[0])))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._connections[task] = None
+            task.add_done_callback(self._connections.pop)
 
     async def _serve(self, connection: socket.socket, peer: str) -> None:
         loop = asyncio.get_running_loop()
@@ -169,7 +176,11 @@ class TlsListener:
             self._handshakes -= 1
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
-            path = self._route(names_of(transport.get_extra_info("peercert")))
+            names = names_of(transport.get_extra_info("peercert"))
+            path = self._route(names)
+            task = asyncio.current_task()
+            assert task is not None
+            self._connections[task] = (names, path)
             with contextlib.suppress(OSError):
                 upstream = await asyncio.open_unix_connection(os.fspath(path), limit=_CHUNK)
                 await _relay((reader, writer), upstream)
