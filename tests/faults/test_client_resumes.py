@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.pair import Pair, Service
-from tightship.client import AsyncClient, DeadlineExceeded, Unavailable
+from tightship.client import AsyncClient, DeadlineExceeded, TightshipError, Unavailable
 from tightship.client.channel import OPTIONS as CLIENT
 from tightship.common.serving import OPTIONS as SERVER
 from tightship.v1 import containerizer_pb2 as cpb
@@ -65,6 +65,25 @@ async def test_output_over_a_new_switchboard(own_pair: Pair, client: AsyncClient
         middle = len(got) // 2
         rest = [chunk.data async for chunk in client.logs(launch.id, "stdout", stdout_offset=middle)]
         assert b"".join(rest) == got[middle:]
+
+
+async def test_a_run_whose_output_was_cut_is_no_success(own_pair: Pair, client: AsyncClient, tmp_path: Path) -> None:
+    script = f"trap '' PIPE; echo one; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; echo two; exit 0"
+    running = asyncio.create_task(client.run(["sh", "-c", script]))
+    async with asyncio.timeout(20):
+        while not any(lease.streams[0].size for lease in own_pair.calls.leases().values() if lease.streams):
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(own_pair.kill, "switchboard")
+    await asyncio.to_thread(own_pair.await_ready)
+    (tmp_path / "go").touch()
+    with pytest.raises(TightshipError) as cut:
+        await running
+    assert (cut.value.code.name, cut.value.reason) == ("DATA_LOSS", "OUTPUT_CUT")
+
+
+async def test_a_run_counts_what_its_log_cap_cut_off(client: AsyncClient) -> None:
+    done = await client.run(["sh", "-c", "printf 0123456789abcdef"], log_cap=10)
+    assert (done.stdout, done.lost) == (b"0123456789", 6)
 
 
 async def test_output_of_the_ended_over_a_new_switchboard(own_pair: Pair, client: AsyncClient) -> None:

@@ -189,6 +189,19 @@ def test_a_bad_parent_begins_a_new_trace(env: pytest.MonkeyPatch, collector: Col
     assert tracer.traceparent_of(None) == ""
 
 
+def test_who_is_not_patient_tries_a_dead_collector_once(env: pytest.MonkeyPatch) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen: refused
+        env.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        tracer = Tracer.from_environment("x")
+        tracer.emit(tracer.context(), None, "n", 1, 2)
+        begun = time.monotonic()
+        tracer.shutdown(30, patient=False)
+        # A second try would come after a second, and go on for as long as it may.
+        assert time.monotonic() - begun < 15
+        assert tracer.dropped == 1
+
+
 def test_a_dead_collector_holds_nobody(env: pytest.MonkeyPatch) -> None:
     # Listens and never answers: worse than a refused connection.
     with socket.socket() as silent:

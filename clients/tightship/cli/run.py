@@ -368,9 +368,8 @@ class _Runner:
                 failure.say(f"in force: {each.field} {each.value} ({each.file})")
 
     def _tell_output(self, launched: AsyncLaunch) -> None:
-        end = launched.output_end
-        if end is not None and end.end_reason not in ("exit", "released", ""):
-            failure.say(f"output may be incomplete: {end.end_reason}")
+        if launched.output_cut:
+            failure.say(f"output may be incomplete: {launched.output_cut}")
 
     def _tell_ended(self, record: pb.Record, cleanup: pb.Cleanup) -> None:
         if self.options.json:

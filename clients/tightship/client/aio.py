@@ -41,12 +41,14 @@ CLEANUP_TIMEOUT_S = 65.0
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A command that has run, with all of its output."""
+    """A command that has run, with its output."""
 
     record: pb.Record
     cleanup: pb.Cleanup
     stdout: bytes
     stderr: bytes
+    lost: int = 0
+    """Bytes of its output that were not kept: beyond `log_cap`, or on a full disk."""
 
 
 class AsyncClient:
@@ -101,14 +103,14 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls, launches with them, and the channels; spans that are queued are sent, for 1 s at most."""
+        """Ends all calls, launches with them, and the channels; queued spans are sent, for half a second at most."""
         self._closed = True
         for opened in self._channels.values():
             await opened.close()
         self._channels.clear()
         self._containerizer = self._switchboard = None
         if self.tracer.enabled and self._owns_tracer:
-            await asyncio.to_thread(self.tracer.shutdown, 1.0)
+            await asyncio.to_thread(self.tracer.shutdown, 0.5, patient=False)
 
     @property
     def containerizer(self) -> ContainerizerServiceAsyncStub:
@@ -137,6 +139,7 @@ class AsyncClient:
     ) -> Completed:
         """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it.
 
+        Raises DATA_LOSS, reason OUTPUT_CUT, where the switchboard died and nobody knows what the command wrote then.
         `timeout` (s) bounds the run. When the task is cancelled, the container is gone before CancelledError goes on.
         """
         if stdin_data is not None:
@@ -145,16 +148,22 @@ class AsyncClient:
             feeding = asyncio.create_task(_feed(launched, stdin_data)) if stdin_data is not None else None
             try:
                 parts: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
+                lost = 0
                 async with streams.closing(launched.output()) as chunks:
                     async for chunk in chunks:
                         parts[chunk.stream].append(chunk.data)
+                        lost += chunk.lost
                 record = await launched.wait()
                 cleanup = await launched.gone()
             finally:
                 if feeding is not None:
                     feeding.cancel()
                     await asyncio.wait([feeding])
-        return Completed(record, cleanup, b"".join(parts["stdout"]), b"".join(parts["stderr"]))
+        if launched.output_cut:
+            raise TightshipError(
+                grpc.StatusCode.DATA_LOSS, f"the output is not whole: {launched.output_cut}", "OUTPUT_CUT"
+            )
+        return Completed(record, cleanup, b"".join(parts["stdout"]), b"".join(parts["stderr"]), lost)
 
     # Containers
 

@@ -193,6 +193,12 @@ class AsyncLaunch:
             raise RuntimeError("the launch has not begun: use it in a `with`, or call start()")
         return self._running
 
+    @property
+    def output_cut(self) -> str:
+        """Why an output that was read to its end may not be whole ("switchboard died"); empty where it is."""
+        reason = self.output_end.end_reason if self.output_end is not None else ""
+        return "" if reason in ("exit", "released") else reason
+
     def _ended(self, end: switchboard_pb2.AttachOutputResponse.AttachEnd) -> None:
         self.output_end = end
 

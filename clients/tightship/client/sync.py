@@ -206,6 +206,7 @@ class Client:
     ) -> Completed:
         """Runs `command` to its end and returns its output, which is held in memory: `log_cap` bounds it.
 
+        Raises DATA_LOSS, reason OUTPUT_CUT, where the switchboard died and nobody knows what the command wrote then.
         `timeout` (s) bounds the run. Interrupted, it raises when the container is gone.
         """
         return _LOOP.run(self.aio.run(command, stdin_data, **options))
@@ -329,6 +330,11 @@ class Launch:
     def output_end(self) -> switchboard_pb2.AttachOutputResponse.AttachEnd | None:
         """How a followed `output` ended: exit, state of the lease, and why it ended."""
         return self.aio.output_end
+
+    @property
+    def output_cut(self) -> str:
+        """Why an output that was read to its end may not be whole ("switchboard died"); empty where it is."""
+        return self.aio.output_cut
 
     def start(self) -> Self:
         """Runs the command, as `with` does first. Raises TightshipError when it did not run.

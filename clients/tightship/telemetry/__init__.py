@@ -37,6 +37,8 @@ _SAMPLED = 0x01
 
 # Seconds for one export, where the environment says nothing: a dead collector must not hold an ending process.
 _EXPORT_TIMEOUT_S = 2.0
+# A try that is refused is over in less; the next one would be a second later.
+_ONE_TRY_S = 0.15
 
 # Of spans, where the environment says nothing: the SDK's own.
 _QUEUE_MAX = 2048
@@ -91,8 +93,8 @@ class Tracer:
         `error` describes a failure, and `error_type` is its class; attributes that are None are left out. Never blocks.
         """
 
-    def shutdown(self, timeout_s: float) -> None:
-        """Exports what is queued, `timeout_s` seconds at most. Blocks: not for an event loop."""
+    def shutdown(self, timeout_s: float, *, patient: bool = True) -> None:
+        """Exports what is queued, `timeout_s` seconds at most; tries once alone where not `patient`. Blocks."""
 
     def traceparent_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:  # noqa: ARG002
         """The caller's traceparent in gRPC metadata; empty when tracing is off or there is no valid one."""
@@ -177,10 +179,13 @@ class _Exporting(Tracer):
         )
         self._processor.on_end(late)
 
-    def shutdown(self, timeout_s: float) -> None:
+    def shutdown(self, timeout_s: float, *, patient: bool = True) -> None:
         # The SDK's own bound is 30 s; a daemon thread that is still in it does not hold the process.
         thread = threading.Thread(target=self._processor.shutdown, name="telemetry-shutdown", daemon=True)
         thread.start()
+        if not patient:
+            thread.join(min(_ONE_TRY_S, timeout_s))
+            self._exporter.shutdown()
         thread.join(timeout_s)
 
     def traceparent_of(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -60,6 +60,7 @@ class BuildingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter, resource: Resource, scope: InstrumentationScope) -> None:
         self.taken = 0
         self.failed = 0
+        self._over = False
         self._told = 0
         """`failed` when the last export succeeded."""
         self._exporter = exporter
@@ -81,7 +82,10 @@ class BuildingExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
+        """Ends also the wait of an export that is to be tried again."""
+        if not self._over:
+            self._over = True
+            self._exporter.shutdown()
 
     def _built(
         self,
