@@ -297,6 +297,18 @@ def test_doctor_asks_services_that_are_elsewhere(pair: Pair, tmp_path: Path) -> 
     assert "switchboard.sock" not in found
 
 
+def test_doctor_warns_of_a_door_that_is_open_to_the_host(pair: Pair, tmp_path: Path) -> None:
+    clients = tmp_path / "clients.toml"
+    clients.write_text('[[client]]\nname = "loopback"\nprefixes = ["/l"]\n')
+    opened = {"TIGHTSHIP_INSECURE_LOOPBACK": "1"}
+    for more, state in (({}, None), (opened, "warn"), (opened | {"TIGHTSHIP_CLIENTS": str(clients)}, "ok")):
+        asked = subprocess.run(
+            [*TIGHTSHIP, "doctor", "--json"], env=pair.environment | more, capture_output=True, timeout=60, check=True
+        )
+        found = {each["what"]: each["state"] for each in json.loads(asked.stdout)["findings"]}
+        assert found.get("insecure loopback") == state
+
+
 def test_doctor_leaves_nothing(pair: Pair) -> None:
     """Its cgroups, under a name that is known here, are there while it looks and gone afterwards."""
     name = os.urandom(4).hex()

@@ -460,6 +460,17 @@ def test_what_others_made_on_its_names_a_client_can_not_end(guarded: Guarded, no
         assert nobody.ask("unary", guarded.door, verb, {"name": "/ci", **more}) == denied
     assert guarded.pair.calls.get("/ci").state == cpb.Container.CREATED
     assert nobody.ask("create", guarded.door, "/ci/own") == {"name": "/ci/own"}
+    theirs = guarded.pair.calls.detach(["/bin/sleep", "100"], "/ci/own/theirs")
+    for verb, request in (
+        ("Kill", {"name": "/ci/own/theirs"}),
+        ("Kill", {"name": theirs.id}),
+        ("Destroy", {"name": "/ci/own/theirs", "force": True}),
+        ("Destroy", {"name": "/ci/own", "force": True}),  # and so what is below
+        ("Cleanup", {"name": "/ci/own"}),
+    ):
+        assert nobody.ask("unary", guarded.door, verb, request) == denied, (verb, request)
+    assert guarded.pair.calls.get("/ci/own/theirs").state == cpb.Container.RUNNING
+    guarded.pair.calls.destroy("/ci/own/theirs")
     assert "code" not in nobody.ask("unary", guarded.door, "Destroy", {"name": "/ci/own"})
 
 

@@ -265,7 +265,9 @@ async def test_a_silent_connection_is_ended_and_takes_no_place(
         writer.close()
 
 
-async def test_loopback_without_tls(base: Path, counts: Counter[tuple[str, str]]) -> None:
+async def test_loopback_without_tls(
+    base: Path, counts: Counter[tuple[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     text = '[[client]]\nname = "loopback"\nprefixes = ["/l"]\n'
@@ -273,9 +275,15 @@ async def test_loopback_without_tls(base: Path, counts: Counter[tuple[str, str]]
     async with serving(base, listen=address, insecure_loopback=True) as rig:
         assert await call(grpc.aio.insecure_channel(f"127.0.0.1:{port}"), "Closed") == ""
         assert rig.serving.path.exists()
+        assert "may do everything" in caplog.text
     path = clients_file(base, text)
-    async with serving(base, listen=address, insecure_loopback=True, clients=path):
+    caplog.clear()
+    async with serving(base, listen=address, insecure_loopback=True, clients=path) as rig:
         assert await call(grpc.aio.insecure_channel(f"127.0.0.1:{port}"), "Closed") == "PERMISSION_DENIED"
+        assert "may do everything" not in caplog.text
+        path.write_text("")
+        await reloaded(rig)
+        assert "may do everything" in caplog.text
     assert counts == {("loopback", "PERMISSION_DENIED"): 1}
 
 
@@ -350,6 +358,43 @@ async def test_a_reload_takes_new_certificates(base: Path, tls: dict[str, Any]) 
         assert await call(by_tls(rig.tls, other, mine)) == "UNAVAILABLE"
         await reloaded(rig)
         assert await call(by_tls(rig.tls, other, mine)) == "near"
+
+
+async def test_a_reload_ends_connections_that_lead_elsewhere_by_now(
+    base: Path, authority: Authority, tls: dict[str, Any]
+) -> None:
+    far, near = authority.issue("far", uri="spiffe://here/far"), authority.issue("near", dns="near.example")
+    tls["clients"].write_text(FAR + NEAR)
+    async with serving(base, **tls) as rig, by_tls(rig.tls, authority, far) as channel:
+        async with by_tls(rig.tls, authority, near) as other:
+            old, stays = watching(channel), watching(other)
+            assert [await old.read(), await stays.read()] == [b"far", b"near"]
+            tls["clients"].write_text(FAR.replace("here/far", "here/other") + NEAR)
+            await reloaded(rig)
+            with pytest.raises(grpc.aio.AioRpcError):
+                assert await asyncio.wait_for(old.read(), 10) is grpc.aio.EOF
+                raise AssertionError("ended without an error")
+            assert not stays.done()
+            assert await asked(channel) == "UNAUTHENTICATED"  # by a connection to the door of strangers
+            tls["clients"].write_text(FAR + NEAR)
+            await reloaded(rig)
+            assert await asked(channel) == "far"  # the same channel is let in
+            assert not stays.done()
+
+
+async def asked(channel: grpc.aio.Channel) -> str:
+    """As `call`, over a channel that stays, and may not know yet that its connection has ended."""
+    method: Any = channel.unary_unary(f"/{SERVICE}/Open")
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                answer: bytes = await method(b"", wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    return error.code().name
+                await asyncio.sleep(0.05)
+            else:
+                return answer.decode()
 
 
 async def reloaded(rig: Rig) -> None:

@@ -112,10 +112,14 @@ def test_a_new_listener_replaces_the_path_of_a_dead_one(base: Path) -> None:
             client.connect(os.fsencode(path))
 
 
-def test_its_mode_is_its_own_whatever_the_umask(tmp_path: Path) -> None:
+def test_its_mode_is_its_own_whatever_the_umask(base: Path) -> None:
+    kept = base / "kept"
+    kept.mkdir(0o700)
     before = os.umask(0o077)
     try:
-        RunDir.open(tmp_path / "new")
+        run = RunDir.open(kept / "above" / "new")
+        RunDir.open(kept)
     finally:
         os.umask(before)
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o750
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.path, run.path.parent, kept)]
+    assert modes == [0o750, 0o755, 0o700]  # what was there stays as it was

@@ -165,10 +165,12 @@ class Doors:
         except (ConfigError, OSError) as error:
             _log.error("reload: %s; what was is still in force", error)
             return
+        finally:  # doors may have changed before an error too
+            for listener in self.listeners:
+                listener.reroute(self._door_of)
         for listener in self.listeners:
             assert context is not None
             listener.context = context
-            listener.reroute(self._door_of)
         _log.info("reload: %d clients", len(entries))
 
     # Clients
@@ -182,6 +184,7 @@ class Doors:
             entry = wanted.get(name)
             if name == LOOPBACK:
                 door.rights.entry = entry
+                _warn_of_loopback(door.rights)
             elif entry is None or door.rights.entry is None or entry.uid != door.rights.entry.uid:
                 _remove(door.path)
                 del self.by_client[name]
@@ -252,12 +255,7 @@ class Doors:
             except RuntimeError:  # gRPC says no more
                 raise OSError(errno.EADDRINUSE, f"--listen {address}: can't listen there") from None
             _log.info("listening on %s, without TLS", Address(address.host, port))
-        if rights.entry is None:
-            _log.warning(
-                "--insecure-loopback without an entry named %s in the clients file: whoever is on this host may do"
-                " everything, contained processes too",
-                LOOPBACK,
-            )
+        _warn_of_loopback(rights)
         await server.start()
         self.by_client[LOOPBACK] = Door(rights, server, None)
 
@@ -291,6 +289,15 @@ class Doors:
                 if entry is not None and entry.certificate == name and door.path is not None:
                     return door.path
         return None
+
+
+def _warn_of_loopback(rights: Rights) -> None:
+    if rights.entry is None:
+        _log.warning(
+            "--insecure-loopback without an entry named %s in the clients file: whoever is on this host may do"
+            " everything, contained processes too",
+            LOOPBACK,
+        )
 
 
 @contextlib.contextmanager

@@ -50,9 +50,7 @@ class RunDir:
                 f" {len(_UNPUBLISHED)} of ours a Unix socket's path may have {SOCKET_PATH_MAX}; use a shorter --run-dir"
             )
         try:
-            if not run.path.is_dir():
-                os.makedirs(run.path, exist_ok=True)
-                os.chmod(run.path, 0o750)  # noqa: S103 - whatever the umask is
+            _make(run.path)
         except FileExistsError:
             raise RunDirError(f"run directory {run.path} is not a directory; use another --run-dir") from None
         except OSError as error:
@@ -148,6 +146,17 @@ class RunDir:
                     file.unlink()
         with contextlib.suppress(OSError):
             self.path.rmdir()
+
+
+def _make(path: Path) -> None:
+    """With its own mode, and those above with theirs, whatever the umask is: a group must get through."""
+    if path.is_dir():
+        return
+    for each, mode in (*((above, 0o755) for above in reversed(path.parents)), (path, 0o750)):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each, mode)
+            os.chmod(each, mode)
+    os.makedirs(path, exist_ok=True)  # raises where a file has its name
 
 
 def _unusable(error: OSError, path: Path) -> RunDirError:

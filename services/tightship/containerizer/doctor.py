@@ -15,8 +15,10 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
+from tightship.common import clients
 from tightship.common.rundir import RunDirError
 from tightship.containerizer import machine
 from tightship.containerizer.machine import Machine
@@ -26,6 +28,8 @@ State = Literal["ok", "note", "warn", "missing"]
 
 _KERNEL = (5, 10)
 _PYTHON = (3, 11)
+# What click takes for a flag that is given.
+_TRUE = ("1", "true", "t", "yes", "y", "on")
 
 # linux/capability.h. What each is for, when it is missing.
 _CAPABILITIES = (
@@ -75,6 +79,7 @@ def findings() -> Iterator[Finding]:
     yield from _capabilities()
     yield from _cgroups()
     yield _open_files()
+    yield from _loopback()
 
 
 def _system() -> Iterator[Finding]:
@@ -226,6 +231,23 @@ def _access(mount: cgroup.Mount) -> str:
         except OSError:
             continue
     return "writable" if _writable(mount) else "read-only" if not mount.writable else "not writable by this user"
+
+
+def _loopback() -> Iterator[Finding]:
+    """By the environment, which a pair started from here would have too."""
+    if os.environ.get("TIGHTSHIP_INSECURE_LOOPBACK", "").lower() not in _TRUE:
+        return
+    path = os.environ.get("TIGHTSHIP_CLIENTS")
+    try:
+        limited = path is not None and any(entry.name == clients.LOOPBACK for entry in clients.load(Path(path)))
+    except clients.ConfigError as error:
+        yield Finding("doors", "insecure loopback", "warn", str(error), "a service does not start with it: repair it")
+        return
+    yield Finding(
+        "doors", "insecure loopback", "ok" if limited else "warn",
+        "has the rights of the entry loopback" if limited else "every user and process of this host has all rights",
+        "" if limited else "add an entry named loopback to the clients file, or use TLS: docs/security.md",
+    )  # fmt: skip
 
 
 def _open_files() -> Finding:

@@ -251,12 +251,31 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         async with self._call(context, "Destroy", request) as trace:
             await self._mutating()
             operation = self._living(request.name)
-            _check_made(operation)
+            self._check_made(operation)
             spans.link(trace, operation)
             if not request.force and not operation.closing:
                 self._check_unused(operation)
             budget = self._budget(request, operation, context)
             return pb.DestroyResponse(cleanup=await self._destroy(operation, "destroy", budget))
+
+    def _check_made(self, operation: Operation) -> None:
+        """Raises PERMISSION_DENIED for a caller of some names who did not make it and all below: limits that others
+        have set hold him too, then."""
+        caller = rights.current()
+        if caller.whole:
+            return
+        for each in (operation, *self._parts.registry.below(operation.row.name)):
+            if each.row.client == caller.client or each.row.kind is Kind.CLEANUP:  # of a residue, which nobody made
+                continue
+            name = each.row.name
+            caller.refuse(Code.PERMISSION_DENIED, f"{name} was made by another")
+            raise ServiceError(
+                Code.PERMISSION_DENIED,
+                "MADE_BY_ANOTHER",
+                f"{name} was not made by client {caller.client}, who may not end it",
+                None,
+                name=name,
+            )
 
     def _check_unused(self, operation: Operation) -> None:
         name = operation.row.name
@@ -299,7 +318,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             if operation is not None:
                 if operation.recovering:
                     raise admission.recovering(name)
-                _check_made(operation)
+                self._check_made(operation)
                 _add(total, await self._destroy(operation, "cleanup", budget))
             rest = admission.cleanup(self._parts, name, trace)
             if rest is not None:
@@ -336,6 +355,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             await self._mutating()
             number = spec.signal_number(request.signal or "KILL", "signal")
             operation = self._living(request.name)
+            self._check_made(operation)
             spans.link(trace, operation)
             gone = ServiceError(
                 Code.FAILED_PRECONDITION, "NO_PROCESS", f"{operation.row.name} has no running main process", None
@@ -525,21 +545,6 @@ def _check_visible(name: str, asked: str) -> None:
     """Raises NOT_FOUND where the container `name` is none of the caller's business; `asked` is what it said."""
     if rights.current().hides(name):
         raise _not_found(asked)
-
-
-def _check_made(operation: Operation) -> None:
-    """Raises PERMISSION_DENIED for a caller of some names who did not make it: its limits hold him too, then."""
-    caller = rights.current()
-    if not caller.whole and operation.row.client != caller.client:
-        name = operation.row.name
-        caller.refuse(Code.PERMISSION_DENIED, f"{name} was made by another")
-        raise ServiceError(
-            Code.PERMISSION_DENIED,
-            "MADE_BY_ANOTHER",
-            f"{name} was not made by client {caller.client}, who may not end it",
-            None,
-            name=name,
-        )
 
 
 def _check_whole() -> None:
