@@ -360,6 +360,25 @@ async def test_a_new_containerizer_is_joined_by_request_id(fake: Fake, client: A
     assert first.request_id
 
 
+@pytest.mark.parametrize("name", ["", "A=B"])
+async def test_a_variable_without_a_name_is_refused(client: AsyncClient, name: str) -> None:
+    with pytest.raises(ValueError, match="env"):
+        client.launch(["x"], env={name: "c"})
+
+
+async def test_a_launch_without_standard_input_takes_no_byte(fake: Fake, client: AsyncClient) -> None:
+    async def launch(request: Any, context: Any) -> AsyncIterator[pb.LaunchResponse]:
+        yield STARTED
+        yield EXITED
+        yield GONE
+
+    fake.on("Launch", launch)
+    async with client.launch(["x"]) as launched:
+        with pytest.raises(RuntimeError, match="stdin=True"):
+            await launched.write(b"x")
+        await launched.wait()
+
+
 async def test_a_cancel_ends_a_launch_that_is_on_its_way_to_join_again(fake: Fake, client: AsyncClient) -> None:
     lost = asyncio.Event()
 

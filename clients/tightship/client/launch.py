@@ -136,6 +136,8 @@ class AsyncLaunch:
         """Standard input of a launch with `stdin`: what `write` and `close_stdin` use."""
         if self._input is None:
             running = self._begun()
+            if running.request.stdin != pb.STDIN_MODE_PIPE:
+                raise RuntimeError("the launch has no standard input: launch it with stdin=True")
             self._input = streams.AsyncInput(self._client, running.started.lease_id, running.trace)
         return self._input
 

@@ -61,7 +61,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> pb.LaunchRequest:
         within_existing=options.get("within_existing", False),
         spec=spec_input(options.get("spec")),
         command=command,
-        env=[f"{key}={value}" for key, value in env.items()] if isinstance(env, Mapping) else env,
+        env=[_variable(*each) for each in env.items()] if isinstance(env, Mapping) else env,
         cwd=options.get("cwd", ""),
         stdin=pb.STDIN_MODE_PIPE if options.get("stdin") else pb.STDIN_MODE_NULL,
         labels=options.get("labels") or {},
@@ -72,6 +72,12 @@ def launch(command: Sequence[str], options: LaunchOptions) -> pb.LaunchRequest:
         log_cap=options.get("log_cap"),
         report_in_force=options.get("report_in_force", False),
     )
+
+
+def _variable(name: str, value: str) -> str:
+    if not name or "=" in name:
+        raise ValueError(f"env: {name!r} is no name of a variable")
+    return f"{name}={value}"
 
 
 def new_request_id() -> str:
