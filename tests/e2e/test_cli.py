@@ -626,3 +626,36 @@ def test_detach_is_refused_there(alone: Cli) -> None:
     ended = alone("run", "-n", "--", "true")
     assert ended.returncode == 125
     assert b"up -d" in ended.stderr
+
+
+def test_a_start_that_failed_tells_of_itself_alone() -> None:
+    run_dir = Path(tempfile.mkdtemp(prefix="ts", dir="/tmp"))
+
+    def up(**more: str) -> str:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TIGHTSHIP_")}
+        done = subprocess.run(
+            [Path(sys.executable).with_name("tightship"), "--run-dir", str(run_dir), "up", "-d"],
+            env=environment | more, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 14
+        return done.stderr
+
+    try:
+        assert "/no/clients" in up(TIGHTSHIP_CLIENTS="/no/clients")
+        second = up(TIGHTSHIP_CLIENTS="/no/others")
+        assert "/no/others" in second
+        assert "/no/clients" not in second
+    finally:
+        shutil.rmtree(run_dir)
+
+
+def test_a_service_elsewhere_is_looked_for_there() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("tightship"), "list"],
+        env={"PATH": os.environ["PATH"], "TIGHTSHIP_CONTAINERIZER": "127.0.0.1:9", "TIGHTSHIP_SWITCHBOARD": "127.0.0.1:9"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 14
+    assert "127.0.0.1:9" in done.stderr
+    assert "TIGHTSHIP_TLS_CA" in done.stderr
+    assert "up -d" not in done.stderr

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tightship.cli import hints, style
+from tightship.client import where
 
 if TYPE_CHECKING:
     from tightship.client import TightshipError
@@ -131,8 +132,17 @@ def of_directory(directory: str, error: OSError) -> Failure:
 def failed_call(error: TightshipError, directory: str, *, embedded: bool = False) -> Failure:
     """A failed call on the pair of the run directory, with all that the service tells, for people."""
     if error.number == UNAVAILABLE and not error.reason:
-        step = "" if embedded else "look: tightship doctor; start: tightship up -d"
-        return Failure(UNAVAILABLE, f"a service on {directory} is away: {error.message}", step=step)
+        remote = [
+            target
+            for each in ("containerizer", "switchboard")
+            if not (target := where.address(directory, each)).startswith("/")
+        ]
+        if remote:
+            place = " and ".join(remote)
+            step = "look whether it runs there, and at TIGHTSHIP_TLS_CA, TIGHTSHIP_TLS_CERT and TIGHTSHIP_TLS_KEY"
+        else:
+            place, step = directory, "" if embedded else "look: tightship doctor; start: tightship up -d"
+        return Failure(UNAVAILABLE, f"a service on {place} is away: {error.message}", step=step)
     step = hints.following(error.code.name, error.reason, error.metadata)
     return Failure(error.number, error.message, error.code.name, error.reason, error.metadata, step=step)
 

@@ -68,17 +68,18 @@ def up(options: Options, *, detach: bool, metrics: str | None, log_format: str |
         # They wait until it has handlers: it is Python too, and tells of a Ctrl-C with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP)
         os.execv(command[0], command)  # noqa: S606  no shell is wanted
+    logged = supervisor.log_size(options.run_dir)
     process, ready = supervisor.start(options.run_dir)
     signals.handle(functools.partial(_stop, process))
     with progress.shown("starting the services"):
         is_ready = supervisor.await_ready(ready)
     if not is_ready:
-        raise _did_not_start(options, process)
+        raise _did_not_start(options, process, logged)
     try:
         with progress.shown("waiting until both services are healthy"):
             options.call(_healthy)
     except failure.Failure:
-        raise _did_not_start(options, process) from None
+        raise _did_not_start(options, process, logged) from None
     if options.json:
         print_json({"run_dir": options.run_dir, "pid": process.pid})
     else:
@@ -146,9 +147,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _did_not_start(options: Options, process: subprocess.Popen[bytes]) -> failure.Failure:
+def _did_not_start(options: Options, process: subprocess.Popen[bytes], logged: int) -> failure.Failure:
     _end(process)
-    tail = supervisor.log_tail(options.run_dir)
+    tail = supervisor.log_tail(options.run_dir, logged)
     return failure.Failure(
         failure.UNAVAILABLE, f"the services on {options.run_dir} did not start:\n{tail}".rstrip(":\n")
     )

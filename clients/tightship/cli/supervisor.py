@@ -55,11 +55,19 @@ def await_ready(ready: int, bound_s: float = _READY_S) -> bool:
         os.close(ready)
 
 
-def log_tail(directory: str, lines: int = 15) -> str:
-    """The last lines of the services' log."""
+def log_size(directory: str) -> int:
+    """Bytes of the services' log so far."""
+    try:
+        return os.stat(os.path.join(directory, "service.log")).st_size
+    except OSError:
+        return 0
+
+
+def log_tail(directory: str, since: int = 0, lines: int = 15) -> str:
+    """The last lines of the services' log, of what came after `since` bytes."""
     try:
         with open(os.path.join(directory, "service.log"), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
+            file.seek(max(since, os.fstat(file.fileno()).st_size - 16384))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
