@@ -635,7 +635,7 @@ def test_a_start_that_failed_tells_of_itself_alone() -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TIGHTSHIP_")}
         done = subprocess.run(
             [Path(sys.executable).with_name("tightship"), "--run-dir", str(run_dir), "up", "-d"],
-            env=environment | more, capture_output=True, text=True, timeout=60,
+            env=environment | more, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 14
         return done.stderr
@@ -650,12 +650,13 @@ def test_a_start_that_failed_tells_of_itself_alone() -> None:
 
 
 def test_a_service_elsewhere_is_looked_for_there() -> None:
+    nobody = "127.0.0.1:9"
     done = subprocess.run(
         [Path(sys.executable).with_name("tightship"), "list"],
-        env={"PATH": os.environ["PATH"], "TIGHTSHIP_CONTAINERIZER": "127.0.0.1:9", "TIGHTSHIP_SWITCHBOARD": "127.0.0.1:9"},
-        capture_output=True, text=True, timeout=60,
+        env={"PATH": os.environ["PATH"], "TIGHTSHIP_CONTAINERIZER": nobody, "TIGHTSHIP_SWITCHBOARD": nobody},
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 14
-    assert "127.0.0.1:9" in done.stderr
+    assert nobody in done.stderr
     assert "TIGHTSHIP_TLS_CA" in done.stderr
     assert "up -d" not in done.stderr
