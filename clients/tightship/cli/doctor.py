@@ -14,6 +14,7 @@ import pwd
 import stat
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -240,7 +241,10 @@ def _print(findings: list[Finding]) -> None:
         told = f"{each.what.ljust(widest)}  {each.found}"
         click.echo(f"  {mark}  {told if width is None else tables.cut(told, max(20, width - 11), middle=False)}")
         if each.step and each.state != "ok":
-            click.echo(f"           {style.paint('->', _LOOKS[each.state])} {each.step}")
+            lines = [each.step] if width is None else textwrap.wrap(each.step, max(20, width - 14))
+            click.echo(f"           {style.paint('->', _LOOKS[each.state])} {lines[0]}")
+            for line in lines[1:]:
+                click.echo(f"              {line}")
 
 
 def _sum(findings: list[Finding]) -> str:
