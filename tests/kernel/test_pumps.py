@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -215,7 +216,7 @@ def test_the_last_copy_of_an_endless_writer_ends(bench: Bench) -> None:
     bench.pump.last_copy(piped.source)
     thread.join(20)
     assert not thread.is_alive()
-    assert piped.log.ended
+    until(lambda: piped.log.ended)
     piped.close()
 
 
@@ -274,6 +275,43 @@ def test_severing_and_pumping_at_once_leaves_no_descriptor(bench: Bench) -> None
         thread.join()
         until(lambda piped=piped: piped.source.fd < 0)  # type: ignore[misc]
         assert piped.log.size <= 60_000
+
+
+def test_a_number_that_is_used_again_does_not_inherit_the_end_of_the_one_before(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.splice
+    at: queue.SimpleQueue[int] = queue.SimpleQueue()
+    go_on = threading.Semaphore(0)
+
+    def held(fd: int, *arguments: object, **named: object) -> int:
+        at.put(fd)
+        assert go_on.acquire(timeout=20)
+        return real(fd, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "splice", held)
+    busy, ended, first = bench.pipe(), bench.pipe(), bench.pipe()
+    number = ended.source.fd
+    busy.write(b"keeps the pump here")
+    assert at.get(timeout=20) == busy.source.fd
+    # The next batch has both: one that holds the pump, and behind it one that has hung up.
+    first.write(b"and here")
+    ended.close()
+    go_on.release()
+    while at.get(timeout=20) != first.source.fd:
+        go_on.release()
+    bench.pump.sever(ended.source)
+    again = bench.pipe()
+    assert again.source.fd == number
+    for _ in range(1000):
+        go_on.release()
+    again.write(b"all of it")
+    again.close()
+    until(lambda: again.log.ended)
+    assert again.log.size == len(b"all of it")
+    for piped in (busy, first):
+        piped.close()
+    until(lambda: busy.log.ended and first.log.ended)
 
 
 def test_an_idle_pump_uses_no_cpu(bench: Bench) -> None:

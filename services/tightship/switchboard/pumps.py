@@ -115,8 +115,9 @@ class Source:
         at_end = last
         try:
             goal = unread(self.fd) if last else TURN
-            # Hung up and empty: the file of a stream without a byte is never made.
-            at_end = last or not readable
+            # Hung up and empty: the file of a stream without a byte is never made. An event may be of the pipe that had
+            # the number before, so the pipe itself is asked.
+            at_end = last or (not readable and _at_end(self.fd))
             while readable and moved < goal and not self._severed:
                 count = self._move(goal - moved, null)
                 moved += count
@@ -184,6 +185,7 @@ class Pump:
         self._dead, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.close(writer)
         self._sources: dict[int, Source] = {}
+        self._table = threading.Lock()
         self._last: collections.deque[Source] = collections.deque()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -193,13 +195,10 @@ class Pump:
 
     def add(self, source: Source) -> None:
         """The source is the pump's from now on. Raises OSError, and then it is not."""
-        fd = source.fd
-        self._sources[fd] = source
-        try:
-            self._epoll.register(fd, select.EPOLLIN)
-        except OSError:
-            del self._sources[fd]
-            raise
+        self._epoll.register(source.fd, select.EPOLLIN)
+        # After that: else the pump could end it first, by an event of the number's last owner.
+        with self._table:
+            self._sources[source.fd] = source
 
     def last_copy(self, source: Source) -> None:
         """Has the pump copy what is in the pipe at that moment, and end the stream."""
@@ -208,7 +207,7 @@ class Pump:
 
     def sever(self, source: Source) -> None:
         """Ends the stream at once: see Source.sever."""
-        self._sources.pop(source.fd, None)
+        self._forget(source.fd, source)
         source.sever(self._dead)
 
     def stop(self, timeout_s: float) -> None:
@@ -241,13 +240,26 @@ class Pump:
         if not source.turn(self._null, readable, last):
             return
         if source.log.ended:
-            # The number may be another's already.
-            if self._sources.get(fd) is source:
-                del self._sources[fd]
+            self._forget(fd, source)
             changed.append(source)
         elif source.watched and not source.told:
             source.told = True
             changed.append(source)
+
+    # In both
+
+    def _forget(self, fd: int, source: Source) -> None:
+        # The number may be another's already.
+        with self._table:
+            if self._sources.get(fd) is source:
+                del self._sources[fd]
+
+
+def _at_end(fd: int) -> bool:
+    """Whether a pipe is empty and has no writer."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))
 
 
 def unread(fd: int) -> int:
