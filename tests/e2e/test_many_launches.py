@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import threading
+import time
 from collections.abc import Callable
 
 import grpc
@@ -25,6 +26,8 @@ LOOKS = 10
 HUNDREDS = 8
 WINDOWS = 4
 GROWTH_KIB = 64
+# More than the services wait before they tidy.
+QUIET_S = 0.6
 
 
 def _launch(calls: Calls) -> None:
@@ -85,6 +88,26 @@ def _slope(values: list[int]) -> float:
     """The median growth from one value to the next, over all pairs."""
     pairs = itertools.combinations(enumerate(values), 2)
     return statistics.median((later - earlier) / (second - first) for (first, earlier), (second, later) in pairs)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launches", [_in_turn, _in_flight], ids=["in turn", "in flight"])
+def test_a_burst_gives_back_what_it_needed(own_pair_module: Pair, launches: Callable[[Calls, int], None]) -> None:
+    _in_turn(own_pair_module.calls, 100)
+    _in_flight(own_pair_module.calls, 100)
+
+    def after_hundred() -> dict[str, int]:
+        launches(own_pair_module.calls, 100)
+        time.sleep(QUIET_S)
+        return {service: anonymous_kib(own_pair_module.pid(service)) for service in SERVICES}
+
+    growths = []
+    for _ in range(WINDOWS):
+        first, second = after_hundred(), after_hundred()
+        growths.append({service: second[service] - first[service] for service in SERVICES})
+        if max(growths[-1].values()) <= GROWTH_KIB:
+            return
+    raise AssertionError(f"KiB grown from one hundred launches to the next, in every window: {growths}")
 
 
 @pytest.mark.timeout(300)

@@ -28,7 +28,7 @@ from tightship.common.errors import ServiceError
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
 from tightship.containerizer import failpoint_names, machine, serve, spec
 from tightship.containerizer.settings import Settings
-from tightship.kernel import cgroup
+from tightship.kernel import cgroup, malloc
 from tightship.v1 import containerizer_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -138,6 +138,7 @@ def main(
         click.echo(f"containerizer: {error}", err=True)
         sys.exit(CONFIG)
     _lock(run)
+    malloc.one_arena()
     uvloop.run(_serve(run, found, settings, door_settings, scraped_at))
 
 

@@ -15,6 +15,9 @@ class Registry:
 
     def __init__(self) -> None:
         self.by_id: dict[str, Operation] = {}
+        self.added = 0
+        self.removed = 0
+        """How many since the start."""
         self._by_name: dict[str, Operation] = {}
         self._by_request: dict[str, Operation] = {}
         self._children: dict[str, set[str]] = {}
@@ -31,6 +34,7 @@ class Registry:
         row = operation.row
         assert row.name not in self._by_name and row.id not in self.by_id
         self.by_id[row.id] = operation
+        self.added += 1
         self._fresh.append(row.id)
         self._by_name[row.name] = operation
         if row.request_id:
@@ -42,6 +46,7 @@ class Registry:
     def remove(self, operation: Operation) -> None:
         row = operation.row
         del self.by_id[row.id]
+        self.removed += 1
         del self._by_name[row.name]
         if row.request_id and self._by_request.get(row.request_id) is operation:
             del self._by_request[row.request_id]

@@ -32,6 +32,7 @@ from tightship.containerizer.settings import Settings
 from tightship.containerizer.spans import SLOW_S
 from tightship.containerizer.spawner_link import SpawnerLink, VersionRefused
 from tightship.containerizer.switchboard_link import SwitchboardLink
+from tightship.kernel import malloc
 from tightship.v1 import containerizer_pb2_grpc
 from tightship.v1 import switchboard_pb2 as sb
 
@@ -45,6 +46,9 @@ _THREADS = 8
 _RETIRE_EVERY_S = 5.0
 # grpc leaves a cycle of five objects for each call: collected every twenty calls they don't add up.
 _COLLECT = (100, 5, 5)
+# After so many launches, and when for so long none has come, what they needed is given back.
+_BURST = 50
+_QUIET_S = 0.25
 # The spawner kills 20 s after its SIGTERM.
 _STOP_S = 14.0
 _SERVER_GRACE_S = 1.0
@@ -119,7 +123,7 @@ async def serve(
         gc.collect()
         gc.freeze()  # what is here now stays; collections need not look at it
         gc.set_threshold(*_COLLECT)
-        keeping = [asyncio.create_task(each(parts), name=each.__name__) for each in (_retire, _settle)]
+        keeping = [asyncio.create_task(each(parts), name=each.__name__) for each in (_retire, _settle, _tidy)]
         await _first(stop, parts.spawner.ended)
         for each in keeping:
             each.cancel()
@@ -197,6 +201,18 @@ async def _settle(parts: Parts) -> None:
     while True:
         await asyncio.sleep(SLOW_S)
         parts.registry.settle(time.time_ns() - int(SLOW_S * 1e9))
+
+
+async def _tidy(parts: Parts) -> None:
+    """Gives back what a burst of launches needed, when it is over."""
+    removed = parts.registry.removed
+    while True:
+        begun = parts.registry.added
+        await asyncio.sleep(_QUIET_S)
+        if parts.registry.added == begun and parts.registry.removed - removed >= _BURST:
+            removed = parts.registry.removed
+            gc.collect()
+            await asyncio.to_thread(malloc.trim)
 
 
 def _on_event(registry: Registry, event: Packet) -> None:
