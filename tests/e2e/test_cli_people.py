@@ -211,6 +211,13 @@ def test_progress_is_shown_on_a_terminal_alone(pair: Pair, running: str) -> None
     assert (quiet.returncode, quiet.stderr) == (0, "")
 
 
+def test_the_version_in_json(pair: Pair) -> None:
+    plain = pair.command("--version").stdout.split()
+    assert plain[0] == "tightship"
+    for words in (["--json", "--version"], ["--version", "--json"]):
+        assert json.loads(pair.command(*words).stdout) == {"version": plain[1]}
+
+
 def test_a_spec_in_json(pair: Pair) -> None:
     name = fresh_name()
     made = pair.command("--json", "create", name, '{"memory": {"limit": 67108864}, "tasks": {"limit": 5}}')

@@ -195,10 +195,10 @@ def test_an_address_that_is_taken_keeps_no_service_from_working() -> None:
 
 @pytest.mark.parametrize("text", ["9464", "localhost:", "localhost:x", "localhost:0", "localhost:65536"])
 def test_an_address_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
-    for service, status in (("containerizer", 78), ("switchboard", 1)):
+    for service in ("containerizer", "switchboard"):
         command = [sys.executable, "-m", f"tightship.{service}", "--run-dir", str(tmp_path), "--metrics", text]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        assert ended.returncode == status
+        assert ended.returncode == 78
         assert f"{text!r} is not HOST:PORT" in ended.stderr
 
 

@@ -454,6 +454,43 @@ def test_another_certificate_for_a_client_ends_the_connections_of_the_one_before
         hang_up(pair)
 
 
+def test_an_authority_that_is_trusted_no_more_takes_its_connections_along(guarded: Guarded, tmp_path: Path) -> None:
+    log_takes_lines()
+    pair = guarded.pair
+    trusted = guarded.authority.path.read_bytes()
+    other = Authority(tmp_path, "other")
+    try:
+        for before in guarded.calls(guarded.far):
+            assert listed(before) is None
+            guarded.authority.path.write_bytes(trusted + other.path.read_bytes())
+            hang_up(pair)
+            until(lambda: guarded.logs().count("reload: 2 clients") >= 2, "both have read it again")
+            assert listed(before) is None
+            guarded.authority.path.write_bytes(other.path.read_bytes())
+            hang_up(pair)
+            until(lambda: listed(before) is grpc.StatusCode.UNAVAILABLE, "its connection has ended")  # noqa: B023
+            until(lambda: listed(before) and "unable to get local issuer" in guarded.logs(), "the log says why")  # noqa: B023
+    finally:
+        guarded.authority.path.write_bytes(trusted)
+        hang_up(pair)
+    for after in guarded.calls(guarded.far):
+        until(lambda: listed(after) is None, "it is trusted again")  # noqa: B023
+
+
+def test_records_of_others_on_its_names_a_client_can_not_forget(guarded: Guarded, nobody: Stranger) -> None:
+    denied = {"code": "PERMISSION_DENIED", "reason": "MADE_BY_ANOTHER"}
+    theirs = guarded.pair.calls.run(["/bin/true"], "/ci/both")
+    for name in ("/ci/both", theirs.started.id):
+        assert nobody.ask("unary", guarded.door, "Remove", {"name": name}) == denied
+    own = nobody.ask("run", guarded.door, ["/bin/true"], "/ci/both")
+    assert "code" not in own
+    # Of a name with records of both, its own go.
+    assert "code" not in nobody.ask("unary", guarded.door, "Remove", {"name": "/ci/both"})
+    assert nobody.ask("unary", guarded.door, "Remove", {"name": "/ci/both"}) == denied
+    assert guarded.pair.calls.get(theirs.started.id).state == cpb.Container.ENDED
+    assert guarded.pair.calls.containerizer.Remove(cpb.RemoveRequest(name="/ci/both"), timeout=10).records == 1
+
+
 def test_what_others_made_on_its_names_a_client_can_not_end(guarded: Guarded, nobody: Stranger) -> None:
     denied = {"code": "PERMISSION_DENIED", "reason": "MADE_BY_ANOTHER"}
     for verb, more in (("Destroy", {"force": True}), ("Cleanup", {})):
@@ -536,6 +573,10 @@ def tightship(environment: dict[str, str], *arguments: str) -> subprocess.Comple
         (["--clients", "{dir}/missing.toml"], ["missing.toml", "No such file"]),
         (["--clients", "{dir}/bad.toml"], ["bad.toml", "client[0].colour"]),
         (["--group", "no-such-group"], ["--group no-such-group"]),
+        (["--metrics", "everywhere"], ["--metrics", "'everywhere'"]),
+        (["--log-level", "loud"], ["--log-level", "'loud'"]),
+        (["--retention-age", "long"], ["--retention-age", "'long'"]),
+        (["--no-such-option"], ["--no-such-option"]),
     ],
 )
 def test_a_bad_setting_is_named_and_not_tried_again(

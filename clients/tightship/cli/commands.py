@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import json
 import os
 import signal
 import sys
@@ -70,6 +71,17 @@ class _Commands(click.Group):
             formatter.write_dl([(name, short) for name, (_, _, short) in _COMMANDS.items()])
 
 
+def _tell_version(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if not asked:
+        return
+    from importlib import metadata
+
+    version = metadata.version("tightship")
+    # --json may come after it.
+    click.echo(json.dumps({"version": version}) if _wants_json(None, context.obj) else f"tightship {version}")
+    context.exit()
+
+
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -77,8 +89,11 @@ class _Commands(click.Group):
 )
 @click.option("--run-dir", metavar="DIR", help="Run directory [TIGHTSHIP_RUN_DIR, else /run/tightship].")
 @click.option("--json", is_flag=True, help="Print JSON.")
-@click.version_option(package_name="tightship", message="tightship %(version)s")
-def cli(run_dir: str | None, json: bool) -> None:
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_tell_version,
+    help="Print the version.",
+)  # fmt: skip
+def cli(**_options: object) -> None:
     """Launch contained processes, own their standard streams, never leak.
 
     \b
@@ -101,7 +116,7 @@ def execute(argv: list[str]) -> int:
         return completion.complete(cli, instruction)
     try:
         # Not `cli()`: it would take a broken pipe for its own.
-        with cli.make_context("tightship", [*argv]) as context:
+        with cli.make_context("tightship", [*argv], obj=argv) as context:
             result = cli.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else failure.OK

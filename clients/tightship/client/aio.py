@@ -174,14 +174,18 @@ class AsyncClient:
         *,
         parents: bool = False,
         labels: Mapping[str, str] | None = None,
+        request_id: str = "",
     ) -> pb.CreateResponse:
-        """Makes a container without a process; `parents`: the missing ones above it too."""
+        """Makes a container without a process; `parents`: the missing ones above it too.
+
+        With the `request_id` of a call that was made before (one is made up when empty) the answer is what that made.
+        """
         request = pb.CreateRequest(
             name=name,
             spec=requests.spec_input(spec),
             parents=parents,
             labels=labels or {},
-            request_id=requests.new_request_id(),
+            request_id=request_id or requests.new_request_id(),
         )
         return await self._unary("ContainerizerService/Create", self.containerizer.Create, request, repeat=True)
 

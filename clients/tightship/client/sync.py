@@ -218,9 +218,13 @@ class Client:
         *,
         parents: bool = False,
         labels: Mapping[str, str] | None = None,
+        request_id: str = "",
     ) -> pb.CreateResponse:
-        """Makes a container without a process; `parents`: the missing ones above it too."""
-        return _LOOP.run(self.aio.create(name, spec, parents=parents, labels=labels))
+        """Makes a container without a process; `parents`: the missing ones above it too.
+
+        With the `request_id` of a call that was made before (one is made up when empty) the answer is what that made.
+        """
+        return _LOOP.run(self.aio.create(name, spec, parents=parents, labels=labels, request_id=request_id))
 
     def destroy(self, name: str, *, force: bool = False, budget: float | None = None) -> pb.Cleanup:
         """Ends a container and all below it; returns when everything is gone, or raises DeadlineExceeded (reason

@@ -170,7 +170,7 @@ class Doors:
                 listener.reroute(self._door_of)
         for listener in self.listeners:
             assert context is not None
-            listener.context = context
+            listener.renew(context)
         _log.info("reload: %d clients", len(entries))
 
     # Clients

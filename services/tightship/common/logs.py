@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
+
+from tightship.common.timestamps import rfc3339
 
 FORMATS = ("text", "json")
 
@@ -50,9 +51,8 @@ class _Json(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         told = {
-            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "time": rfc3339(record.created),
             "level": record.levelname,
             "service": self._service,
             "message": record.getMessage(),

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from tightship.common import refused
+from tightship.common.clients import ConfigError
 from tightship.common.telemetry import Tracer
 
 Labels = Mapping[str, str]
@@ -68,12 +69,13 @@ class Address:
 
 def address(given: str | None, offset: int) -> Address | None:
     """From the option, else from TIGHTSHIP_METRICS with the service's `offset` added to its port: one variable serves a
-    pair. Raises ValueError.
+    pair. Raises ConfigError.
     """
-    if given:
-        return Address.of(given)
-    everybodys = os.environ.get("TIGHTSHIP_METRICS")
-    return Address.of(everybodys, offset) if everybodys else None
+    source, text = ("--metrics", given) if given else ("TIGHTSHIP_METRICS", os.environ.get("TIGHTSHIP_METRICS"))
+    try:
+        return Address.of(text, 0 if given else offset) if text else None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def wanted_by_otlp() -> bool:

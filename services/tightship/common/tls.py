@@ -101,8 +101,7 @@ class TlsListener:
     def __init__(
         self, listener: socket.socket, context: ssl.SSLContext, route: Callable[[Sequence[str]], Path]
     ) -> None:
-        self.context = context
-        """For the next connection."""
+        self._context = context
         self._socket = listener
         self._route = route
         # With the names and the door of what is relayed.
@@ -124,6 +123,14 @@ class TlsListener:
         """Ends the connections whose names have another door now, or none: their rights are of the old one."""
         for task, relayed in self._connections.items():
             if relayed is not None and route(relayed[0]) != relayed[1]:
+                task.cancel()
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """For the next connections. Where an authority is trusted no more all that there are end: nobody tells which of
+        them it has vouched for."""
+        before, self._context = self._context, context
+        if set(before.get_ca_certs(binary_form=True)) - set(context.get_ca_certs(binary_form=True)):
+            for task in self._connections:
                 task.cancel()
 
     def stop_accepting(self) -> None:
@@ -165,7 +172,7 @@ class TlsListener:
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol,
                 connection,
-                ssl=self.context,
+                ssl=self._context,
                 ssl_handshake_timeout=HANDSHAKE_S,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
@@ -226,4 +233,5 @@ def _no_password() -> str:
 def _reason(error: Exception) -> str:
     """OpenSSL's own words, without file and line of its source."""
     text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(text)[:_SHOWN]
+    why = getattr(error, "verify_message", None)
+    return (f"{text}: {why}" if why else str(text))[:_SHOWN]

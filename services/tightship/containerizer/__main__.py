@@ -22,6 +22,7 @@ import uvloop
 
 from tightship.common import logs, metrics
 from tightship.common.clients import ConfigError
+from tightship.common.configured import EX_CONFIG, LOG_LEVEL, ServiceGroup
 from tightship.common.door_options import door_options
 from tightship.common.doors import DoorSettings
 from tightship.common.errors import ServiceError
@@ -32,9 +33,6 @@ from tightship.kernel import cgroup, malloc
 from tightship.v1 import containerizer_pb2 as pb
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# sysexits.h EX_CONFIG: whoever keeps us running must not try again.
-CONFIG = 78
 
 _DEFAULTS = Settings()
 _LOCK_WAIT_S = 5.0
@@ -60,9 +58,9 @@ def _seconds(name: str, default: float, help_text: str, minimum: float = 0.0) ->
     )
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=ServiceGroup, invoke_without_command=True)
 @_run_dir
-@click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
+@click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True, type=LOG_LEVEL)
 @click.option(
     "--log-format", envvar="TIGHTSHIP_LOG_FORMAT", default="text", show_default=True, type=click.Choice(logs.FORMATS),
     help="Text for people, or a JSON object a line.",
@@ -136,7 +134,7 @@ def main(
         found = machine.look(instance)
     except (RunDirError, ConfigError, ValueError) as error:
         click.echo(f"containerizer: {error}", err=True)
-        sys.exit(CONFIG)
+        sys.exit(EX_CONFIG)
     _lock(run)
     malloc.one_arena()
     uvloop.run(_serve(run, found, settings, door_settings, scraped_at))

@@ -49,7 +49,7 @@ def told(parts: Parts) -> list[metrics.Series | metrics.Timed]:
         counts.cleanup_took = record
 
     def containers() -> metrics.Values:
-        states = Counter(operation.state for operation in list(parts.registry.by_id.values()))
+        states = Counter(each.state for each in list(parts.registry.by_id.values()) if not each.gone)
         return [({"state": pb.Container.State.Name(state).lower()}, states[state]) for state in _STATES]
 
     def pending() -> metrics.Values:

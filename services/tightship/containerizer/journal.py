@@ -255,11 +255,13 @@ class Journal:
                 place = (ended, number)
                 yield place, _ended(tuple(found))
 
-    def remove_records(self, name_or_id: str) -> list[str]:
-        """Forgets the records of a name or an id; the ids."""
+    def remove_records(self, name_or_id: str, client: str = "") -> list[str]:
+        """Forgets the records of a name or an id, of those only that `client` made where one is given; the ids."""
         column = "name" if name_or_id.startswith("/") else "id"
-        self._query(f"DELETE FROM stories WHERE {column} = ?", (name_or_id,))  # noqa: S608 - constants of this module
-        return self._delete(f"{column} = ?", name_or_id)
+        made = "(? IN ('', json_extract({}, '$.client')))"
+        values = (name_or_id, client)
+        self._query(f"DELETE FROM stories WHERE {column} = ? AND {made.format('story')}", values)  # noqa: S608 - ours
+        return self._delete(f"{column} = ? AND {made.format('times')}", *values)
 
     def retire(self) -> list[str]:
         """Forgets the records past retention; the ids, whose logs may go."""
@@ -275,9 +277,9 @@ class Journal:
     def close(self) -> None:
         self._db.close()
 
-    def _delete(self, condition: str, value: object) -> list[str]:
+    def _delete(self, condition: str, *values: object) -> list[str]:
         query = f"DELETE FROM records WHERE {condition} RETURNING id"  # noqa: S608 - constants of this module
-        gone = [str(found[0]) for found in self._query(query, (value,))]
+        gone = [str(found[0]) for found in self._query(query, values)]
         self.records -= len(gone)
         return gone
 

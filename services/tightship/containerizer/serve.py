@@ -16,6 +16,7 @@ import time
 
 from tightship.common import metrics, threads
 from tightship.common.clients import ConfigError
+from tightship.common.configured import EX_CONFIG
 from tightship.common.doors import Doors, DoorSettings
 from tightship.common.packets import Packet
 from tightship.common.rundir import RunDir
@@ -37,9 +38,6 @@ from tightship.v1 import containerizer_pb2_grpc
 from tightship.v1 import switchboard_pb2 as sb
 
 log = logging.getLogger(__name__)
-
-# sysexits.h EX_CONFIG: not started again.
-_CONFIG = 78
 
 # Worker threads for cgroup steps; each may hang in a system call.
 _THREADS = 8
@@ -103,7 +101,7 @@ async def serve(
         await doors.open()
     except ConfigError as error:
         log.error("%s", error)
-        return _CONFIG
+        return EX_CONFIG
     except OSError as error:
         log.error("%s", error.strerror)
         return 1
@@ -112,7 +110,7 @@ async def serve(
         hello = await _connect(parts, stop)
     except VersionRefused as error:
         log.error("the spawner speaks no version of ours: %s", error)
-        return _CONFIG
+        return EX_CONFIG
     except (OSError, TimeoutError) as error:
         log.error("the spawner can't be reached: %s", error)
         return 1

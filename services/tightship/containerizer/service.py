@@ -17,6 +17,7 @@ import grpc
 
 from tightship.common import rights
 from tightship.common.errors import Code, ServiceError, invalid
+from tightship.common.rights import Rights
 from tightship.common.serving import Serving
 from tightship.common.telemetry import CallTrace, called, why_ended
 from tightship.containerizer import admission, audit, describe, listing, names, requests, spans, spec, story
@@ -267,15 +268,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         for each in (operation, *self._parts.registry.below(operation.row.name)):
             if each.row.client == caller.client or each.row.kind is Kind.CLEANUP:  # of a residue, which nobody made
                 continue
-            name = each.row.name
-            caller.refuse(Code.PERMISSION_DENIED, f"{name} was made by another")
-            raise ServiceError(
-                Code.PERMISSION_DENIED,
-                "MADE_BY_ANOTHER",
-                f"{name} was not made by client {caller.client}, who may not end it",
-                None,
-                name=name,
-            )
+            raise _made_by_another(caller, each.row.name)
 
     def _check_unused(self, operation: Operation) -> None:
         name = operation.row.name
@@ -417,8 +410,11 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             record = self._parts.journal.find_record(name)
             if record is not None:
                 _check_visible(record.name, name)
-            gone = self._parts.journal.remove_records(name)
+            caller = rights.current()
+            gone = self._parts.journal.remove_records(name, "" if caller.whole else caller.client)
             if not gone:
+                if record is not None:
+                    raise _made_by_another(caller, name)
                 if operation is not None:
                     raise ServiceError(
                         Code.FAILED_PRECONDITION, "LIVING", f"{name} has not ended; destroy it first", None, name=name
@@ -609,6 +605,17 @@ def _foreign(parts: Parts, name: str) -> list[str]:
     """Directories of the name that are not ours and stay."""
     paths = [each.path(name) for each in parts.machine.hierarchies]
     return [f"cgroup {path}: not made by us" for path in paths if os.path.isdir(path)]
+
+
+def _made_by_another(caller: Rights, name: str) -> ServiceError:
+    caller.refuse(Code.PERMISSION_DENIED, f"{name} was made by another")
+    return ServiceError(
+        Code.PERMISSION_DENIED,
+        "MADE_BY_ANOTHER",
+        f"{name} was not made by client {caller.client}, who may not end it, nor forget it",
+        None,
+        name=name,
+    )
 
 
 def _not_found(name: str) -> ServiceError:

@@ -48,6 +48,8 @@ class Story(TypedDict):
     trace: str
     """Traceparent of its first span; empty where tracing was off. `parent` is that of its call."""
     parent: str
+    client: str
+    """Who made it; empty for the main door."""
     begun: int
     started: bool
     """It came to run, or to be there."""
@@ -71,6 +73,7 @@ def of(operation: Operation, steps: Times | None = None) -> Story:
         kind=str(row.kind),
         trace=row.trace,
         parent=row.parent_trace,
+        client=row.client,
         begun=row.created,
         started=ran,
         steps=known,

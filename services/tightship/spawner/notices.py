@@ -8,6 +8,8 @@ import os
 import select
 import time
 
+from tightship.common.timestamps import rfc3339
+
 _LINE_MAX = 4096
 _JSON = os.environ.get("TIGHTSHIP_LOG_FORMAT") == "json"
 
@@ -33,7 +35,7 @@ def _line(text: str) -> bytes:
     if not _JSON:
         return f"tightship-spawner: {text}\n".encode(errors="backslashreplace")[:_LINE_MAX]
     told = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": rfc3339(time.time()),
         "level": "WARNING",
         "service": "spawner",
         "message": text[: _LINE_MAX // 8],  # in ASCII, six bytes a character at most

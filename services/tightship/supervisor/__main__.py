@@ -27,6 +27,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tightship.common.rundir import RunDir, RunDirError
+from tightship.common.timestamps import rfc3339
 from tightship.kernel import process
 from tightship.supervisor.services import Service, pair
 
@@ -196,8 +197,9 @@ def _cut(log: Path) -> None:
 def _say(text: str) -> None:
     line = f"tightship: {text}\n"
     if os.environ.get("TIGHTSHIP_LOG_FORMAT") == "json":
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        line = json.dumps({"time": now, "level": "INFO", "service": "supervisor", "message": text}) + "\n"
+        line = (
+            json.dumps({"time": rfc3339(time.time()), "level": "INFO", "service": "supervisor", "message": text}) + "\n"
+        )
     with contextlib.suppress(OSError):
         os.write(2, line.encode())
 

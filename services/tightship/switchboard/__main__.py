@@ -24,6 +24,7 @@ import uvloop
 
 from tightship.common import logs, metrics, threads
 from tightship.common.clients import ConfigError
+from tightship.common.configured import EX_CONFIG, LOG_LEVEL, ServiceCommand
 from tightship.common.door_options import door_options
 from tightship.common.doors import Doors, DoorSettings
 from tightship.common.rundir import DEFAULT, RunDir, RunDirError
@@ -45,13 +46,10 @@ DRAIN_S = 4.0
 # Counted by the kernel, for whatever may hang.
 END_S = 4.9
 _FILE_THREADS = 2
-# sysexits.h EX_CONFIG: whoever keeps us running must not try again.
-CONFIG = 78
-
 _log = logging.getLogger(__name__)
 
 
-@click.command()
+@click.command(cls=ServiceCommand)
 @click.option(
     "--run-dir", envvar="TIGHTSHIP_RUN_DIR", default=DEFAULT, show_default=True, type=click.Path(path_type=Path),
     help="Directory of the pair's sockets.",
@@ -78,7 +76,7 @@ _log = logging.getLogger(__name__)
     help="User, by number, that may take descriptors; our own always may.",
 )  # fmt: skip
 @door_options("switchboard")
-@click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True)
+@click.option("--log-level", envvar="TIGHTSHIP_LOG_LEVEL", default="INFO", show_default=True, type=LOG_LEVEL)
 @click.option(
     "--log-format", envvar="TIGHTSHIP_LOG_FORMAT", default="text", show_default=True, type=click.Choice(logs.FORMATS),
     help="Text for people, or a JSON object a line.",
@@ -111,8 +109,8 @@ def main(
         run.lock("switchboard")
     except ConfigError as error:
         click.echo(f"switchboard: {error}", err=True)
-        sys.exit(CONFIG)
-    except (RunDirError, ValueError) as error:
+        sys.exit(EX_CONFIG)
+    except RunDirError as error:
         raise click.ClickException(str(error)) from None
     raise_file_limit()
     settings = Settings(
@@ -154,7 +152,7 @@ async def serve(settings: Settings, scraped_at: metrics.Address | None) -> int:
         _log.error("%s", error.strerror if isinstance(error, OSError) else error)
         await leases.close()
         await asyncio.to_thread(measured.stop, 1.0)
-        return CONFIG if isinstance(error, ConfigError) else 1
+        return EX_CONFIG if isinstance(error, ConfigError) else 1
     service.audit = Audit(leases)
     await serving.ready()
 
