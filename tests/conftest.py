@@ -10,6 +10,7 @@ import os
 # Before anything imports grpc: the tests start processes beside it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,12 @@ from tests.harness import census
 from tests.harness.pair import Pair
 from tests.harness.remote import VARIABLE, RemotePair
 from tests.harness.waiting import until
+
+# What is started here is to have them as from a shell: nohup, and a shell's background, ignore some.
+for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(_number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _need_cgroups() -> None:

@@ -143,16 +143,6 @@ def test_children_limit_counts_all_levels(pair: Pair) -> None:
     calls.destroy(top)
 
 
-def test_nothing_goes_below_a_virtual_host_yet(pair: Pair) -> None:
-    calls = pair.calls
-    name = calls.detach(LASTING, fresh_name(), FULL_SPEC).name
-    for call in (lambda: calls.create(f"{name}/x"), lambda: calls.launch(["/bin/true"], f"{name}/x").started()):
-        error = error_of(call)
-        assert code(error) == StatusCode.UNIMPLEMENTED
-        assert info(error).metadata["field"] == "virtual_host"
-    calls.destroy(name)
-
-
 def test_a_run_within_what_exists_leaves_it(pair: Pair) -> None:
     calls = pair.calls
     calls.create(name := fresh_name(), "memory { limit: 134217728 }")

@@ -473,15 +473,6 @@ def test_create_has_no_process_to_be_confined(pair: Pair) -> None:
         assert code(raised.value) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_nothing_is_launched_below_a_confined_container(pair: Pair) -> None:
-    started = pair.calls.detach(["/bin/sleep", "600"], fresh_name(), AS_NOBODY)
-    try:
-        error = pair.calls.launch(["/bin/true"], f"{started.name}/below").error()
-        assert (code(error), info(error).metadata["field"]) == (grpc.StatusCode.UNIMPLEMENTED, "security")
-    finally:
-        pair.calls.destroy(started.name)
-
-
 @pytest.mark.parametrize("service", ["containerizer", "spawner"])
 def test_a_confined_container_outlives_the_services(faulty: Pair, root: Path, service: Service) -> None:
     given = with_root(root, "security { user: '4711' }")

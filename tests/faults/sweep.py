@@ -1,4 +1,4 @@
-"""The sweep: every failpoint of Launch, Create and Destroy with every fault, and nothing may be left.
+"""The sweep: every failpoint of Launch, an exec, Create and Destroy with every fault, and nothing may be left.
 
 A case holds one operation at one failpoint and then does one thing to it: an errno, the client's cancel or deadline, or
 SIGKILL of the client or of a service. After recovery the tests' own census must be as before, the name free, and a
@@ -35,7 +35,7 @@ FAULTS = ("errno", *CLIENT_FAULTS, "kill containerizer", "kill spawner", "kill s
 # The command of a launch that ends by itself; of one that a cancel or a Destroy ends.
 QUICK = ["/bin/true"]
 LASTING = ["/bin/sleep", "600"]
-# Create refuses virtual_host.
+# Create and an exec refuse virtual_host.
 CREATE_SPEC = FULL_SPEC.split(" virtual_host")[0]
 
 _DEADLINE_S = 1.5
@@ -192,6 +192,9 @@ class Sweeper:
         match operation:
             case "launch":
                 return _Call(calls.launch(command, name, FULL_SPEC, timeout=timeout).call, list)
+            case "exec":
+                inside = calls.launch(command, self._bystander.name, CREATE_SPEC, timeout=timeout, exec=True)
+                return _Call(inside.call, list)
             case "create":
                 request = cpb.CreateRequest(name=name, spec=cpb.SpecInput(text=CREATE_SPEC))
                 return _Call(calls.containerizer.Create.future(request, timeout=timeout), lambda call: call.result())
@@ -252,8 +255,9 @@ class Sweeper:
     # What is beside the case
 
     def _launch_bystander(self) -> Any:
+        """Where commands are executed, too."""
         script = f'while read -r line; do echo "$line"; done < {self._fifo}'
-        return self._pair.calls.detach(["/bin/sh", "-c", script], fresh_name("bystander"))
+        return self._pair.calls.detach(["/bin/sh", "-c", script], fresh_name("bystander"), "virtual_host { }")
 
     def _look(self, but: str | None = None) -> census.Census:
         """The census without the bystander's directories and process, nor those of the container `but`."""
@@ -293,8 +297,9 @@ class Sweeper:
         assert client.stdin is not None
         assert client.stdout is not None
         assert client.stdout.readline() == "ready\n"
-        spec = CREATE_SPEC if case.operation == "create" else FULL_SPEC
-        client.stdin.write(json.dumps([case.operation, name, case.command, spec]) + "\n")
+        spec = FULL_SPEC if case.operation == "launch" else CREATE_SPEC
+        where = self._bystander.name if case.operation == "exec" else name
+        client.stdin.write(json.dumps([case.operation, where, case.command, spec]) + "\n")
         client.stdin.close()
         client.stdout.close()
         return client

@@ -27,6 +27,9 @@ def main() -> None:
         case "launch":
             for _ in calls.launch(command, name, spec).call:
                 pass
+        case "exec":
+            for _ in calls.launch(command, name, spec, exec=True).call:
+                pass
         case "create":
             calls.create(name, spec)
         case "destroy":

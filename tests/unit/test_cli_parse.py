@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightship.cli import names, values
-from tightship.cli.run import run, split
+from tightship.cli.launching import split
+from tightship.cli.run import run
 
 NO_SERVICE = "/tmp/tightship-test-no-such-dir"
 

@@ -23,6 +23,7 @@ _COMMANDS = {
     "up": ("service", "up", "Start the services (-d: in the background)."),
     "down": ("service", "down", "End the services of `up -d`."),
     "run": ("run", "run", "Run a command in a container."),
+    "exec": ("exec", "exec_", "Run a command in a running container."),
     "create": ("containers", "create", "Make a container without a process."),
     "destroy": ("containers", "destroy", "End a container and all below it."),
     "cleanup": ("containers", "cleanup", "Remove all that is left of a name."),
@@ -140,7 +141,7 @@ def execute(argv: list[str]) -> int:
         failure.tell(failed, as_json=_wants_json(context, argv))
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    return failure.RUN_FAILED if context is not None and context.invoked_subcommand == "run" else failed.code
+    return failure.RUN_FAILED if context is not None and context.invoked_subcommand in ("run", "exec") else failed.code
 
 
 def _wants_json(context: click.Context | None, argv: list[str]) -> bool:

@@ -21,6 +21,8 @@ class LaunchOptions(TypedDict, total=False):
     """Absolute; a generated one when empty."""
     within_existing: bool
     """Where a container of that name exists: run in it, and leave it."""
+    exec: bool
+    """Run in the container `name`, whose main process must run: in its namespaces, with its root and confinement."""
     spec: Spec
     """Protobuf text (`cpu { limit: 1000 }`) or a ContainerSpec."""
     env: Mapping[str, str] | Iterable[str]
@@ -59,6 +61,7 @@ def launch(command: Sequence[str], options: LaunchOptions) -> pb.LaunchRequest:
         request_id=options.get("request_id") or new_request_id(),
         name=options.get("name", ""),
         within_existing=options.get("within_existing", False),
+        exec=options.get("exec", False),
         spec=spec_input(options.get("spec")),
         command=command,
         env=[_variable(*each) for each in env.items()] if isinstance(env, Mapping) else env,

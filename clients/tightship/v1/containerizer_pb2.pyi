@@ -120,6 +120,7 @@ class LaunchRequest(_message.Message):
     UMASK_FIELD_NUMBER: _builtins.int
     LOG_CAP_FIELD_NUMBER: _builtins.int
     REPORT_IN_FORCE_FIELD_NUMBER: _builtins.int
+    EXEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique per launch it means: at most 128 printable
     ASCII characters without blanks. A repeated one joins the launch, living or
@@ -149,6 +150,12 @@ class LaunchRequest(_message.Message):
     """
     report_in_force: _builtins.bool
     """Fill Started.in_force, at the price of a read for each limit."""
+    exec: _builtins.bool
+    """Run in the container `name`, whose main process must run: as a generated
+    child of it, in its namespaces, with its root and its confinement, and so
+    that it goes on afterwards. As `within_existing` but for these demands:
+    NOT_FOUND, FAILED_PRECONDITION (NO_PROCESS), and no virtual_host.
+    """
     @_builtins.property
     def spec(self) -> Global___SpecInput:
         """Limits; none when absent."""
@@ -197,10 +204,11 @@ class LaunchRequest(_message.Message):
         umask: _builtins.int | None = ...,
         log_cap: _builtins.int | None = ...,
         report_in_force: _builtins.bool = ...,
+        exec: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "_umask", b"_umask", "log_cap", b"log_cap", "max_lifetime", b"max_lifetime", "spec", b"spec", "timeout", b"timeout", "umask", b"umask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "_umask", b"_umask", "command", b"command", "cwd", b"cwd", "detach", b"detach", "env", b"env", "labels", b"labels", "log_cap", b"log_cap", "max_lifetime", b"max_lifetime", "name", b"name", "report_in_force", b"report_in_force", "request_id", b"request_id", "spec", b"spec", "stdin", b"stdin", "timeout", b"timeout", "umask", b"umask", "within_existing", b"within_existing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap", "_umask", b"_umask", "command", b"command", "cwd", b"cwd", "detach", b"detach", "env", b"env", "exec", b"exec", "labels", b"labels", "log_cap", b"log_cap", "max_lifetime", b"max_lifetime", "name", b"name", "report_in_force", b"report_in_force", "request_id", b"request_id", "spec", b"spec", "stdin", b"stdin", "timeout", b"timeout", "umask", b"umask", "within_existing", b"within_existing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__log_cap: _TypeAlias = _typing.Literal["log_cap"]  # noqa: Y015
     _WhichOneofArgType__log_cap: _TypeAlias = _typing.Literal["_log_cap", b"_log_cap"]  # noqa: Y015

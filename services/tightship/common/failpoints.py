@@ -31,9 +31,9 @@ SPAWNER = (
     "spawner.open.after",
     "spawner.reap.after",
 )
+CHILD_BEFORE_NAMESPACES = ("child.stdio", "child.cgroups")
 CHILD = (
-    "child.stdio",
-    "child.cgroups",
+    *CHILD_BEFORE_NAMESPACES,
     "child.namespaces",
     "child.process",
     "child.ready",

@@ -94,6 +94,17 @@ class Rights:
             client=self.client,
         )
 
+    def made_by_another(self, name: str, may_not: str) -> ServiceError:
+        """The refusal, counted, of what only the maker of that container may do."""
+        self.refuse(Code.PERMISSION_DENIED, f"{name} was made by another")
+        return ServiceError(
+            Code.PERMISSION_DENIED,
+            "MADE_BY_ANOTHER",
+            f"{name} was not made by client {self.client}, who {may_not}",
+            None,
+            name=name,
+        )
+
     def refuse(self, code: grpc.StatusCode, why: str) -> None:
         """Counts and logs that the call of this task is refused."""
         refused.note(self.door, code.name, why, client=self.client, method=_METHOD.get())

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightship.common import rights
-from tightship.common.errors import Code, ServiceError
+from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.telemetry import CallTrace
 from tightship.containerizer import isolation, names, plan, refusals, requests, spec, steps
 from tightship.containerizer.apply import Apply
+from tightship.containerizer.entering import Entered
 from tightship.containerizer.journal import Kind, Row
 from tightship.containerizer.operations import Operation, Parts
 from tightship.v1 import containerizer_pb2 as pb
@@ -50,10 +51,14 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     spec.refuse_no_task(given)
     identity = secrets.token_hex(8)
     caller = rights.current()
-    given = isolation.with_user(given, caller)
-    isolated = _isolated(parts, given)
     name = _launch_name(parts, request, identity, caller.home)
     _check_room(parts, name, caller)
+    exec_in = names.parent(name) if request.exec else ""
+    entered = Entered(parts, name, caller, exec_in=exec_in)
+    entered.check(given)
+    if entered.confining is None:
+        given = isolation.with_user(given, caller)
+    isolated = _isolated(parts, given, entered)
     machine = parts.machine
     row = Row(
         id=identity,
@@ -100,6 +105,8 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
         "hostname": "" if host is None else host.virtual_hostname,
         "oom_score_adj": _oom_score_adj(parts, name, given),
     }
+    if entered.launch:
+        apply.order["enter"] = entered.launch
     if isolated is not None:
         apply.order["isolation"] = isolated
     return operation
@@ -183,9 +190,6 @@ def check_parent(parts: Parts, name: str) -> None:
                 Code.FAILED_PRECONDITION, "PARENT_NOT_READY", f"the parent {above} is still being made", 0.1, name=above
             )
         given = container.spec
-        if given.HasField("virtual_host") or isolation.is_confined(given):
-            field = "virtual_host" if given.HasField("virtual_host") else isolation.first_field(given)
-            raise spec.unimplemented(field, f"of {above} does not allow containers below yet")
         if given.HasField("children_limit") and len(parts.registry.below(above)) >= given.children_limit:
             raise ServiceError(
                 Code.RESOURCE_EXHAUSTED,
@@ -206,8 +210,14 @@ def recovering(name: str) -> ServiceError:
 def _launch_name(parts: Parts, request: pb.LaunchRequest, identity: str, home: str) -> str:
     generated = f"run-{identity}"
     if not request.name:
+        if request.exec:
+            raise invalid("name", "is needed: the container to exec in")
         return f"{home}/{generated}"
     name = names.normalize(request.name)
+    if request.exec:
+        if name == "/" or parts.registry.named(name) is None:
+            raise ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"there is no container {name} to exec in", None, name=name)
+        return names.container(f"{name}/{generated}")
     if request.within_existing and (name == "/" or parts.registry.named(name) is not None):
         return names.container(f"{name.rstrip('/')}/{generated}")
     return names.container(name)
@@ -248,9 +258,9 @@ def _intend(parts: Parts, row: Row, remaining: float | None) -> Operation:
     return operation
 
 
-def _isolated(parts: Parts, given: spec_pb2.ContainerSpec) -> dict[str, Any] | None:
+def _isolated(parts: Parts, given: spec_pb2.ContainerSpec, entered: Entered) -> dict[str, Any] | None:
     """What confines it, for the order. Raises ServiceError naming the field."""
-    asked = isolation.order(given)
+    asked = entered.isolation(given)
     if asked is not None and not parts.spawner.isolates:
         raise spec.unimplemented(isolation.first_field(given), "needs a newer spawner: the one that runs is older")
     return asked

@@ -9,22 +9,25 @@ from tightship.containerizer import plan
 from tightship.containerizer.machine import Machine
 from tightship.v1 import spec_pb2
 
-Operation = Literal["launch", "create", "destroy"]
-OPERATIONS: tuple[Operation, ...] = ("launch", "create", "destroy")
+Operation = Literal["launch", "exec", "create", "destroy"]
+OPERATIONS: tuple[Operation, ...] = ("launch", "exec", "create", "destroy")
 
 # What the end of a running container reaches in the other processes.
 _END = ("spawner.reap.after", *(name for name in failpoints.SWITCHBOARD if name.split(".")[1] in ("exit", "close")))
 
 
 def listed(machine: Machine, spec: spec_pb2.ContainerSpec, operation: Operation) -> list[str]:
-    """Points reached in all processes by a launch and its end, by a create, or by a destroy of what runs."""
+    """Points reached in all processes by a launch and its end, by the same in a container with its own namespaces, by
+    a create, or by a destroy of what runs."""
     launch = plan.for_launch(machine, spec, "/x", "", "x")
     create = plan.for_create(machine, spec, "/x", "")
     if operation == "destroy":
         return [*_undo(launch), *_END]
     if operation == "create":
         return _apply("create", create)
-    others = (*failpoints.SWITCHBOARD, *failpoints.SPAWNER, *failpoints.CHILD)
+    # Where a child has entered, the failpoints' directory may be out of sight.
+    child = failpoints.CHILD if operation == "launch" else failpoints.CHILD_BEFORE_NAMESPACES
+    others = (*failpoints.SWITCHBOARD, *failpoints.SPAWNER, *child)
     return [*_apply("launch", launch), *others, *_undo(launch)]
 
 

@@ -150,6 +150,7 @@ _STAGE_CODES: dict[str, tuple[grpc.StatusCode | None, str | None]] = {
     "bind": (Code.UNAVAILABLE, None),
     "gate": (Code.UNAVAILABLE, None),
     "aborted": (Code.CANCELLED, None),
+    "enter": (Code.FAILED_PRECONDITION, "name"),
     "cwd": (None, "cwd"),
     "hostname": (None, "virtual_host.virtual_hostname"),
     "oom_score_adj": (None, "memory.eviction_priority"),

@@ -17,7 +17,6 @@ import grpc
 
 from tightship.common import rights
 from tightship.common.errors import Code, ServiceError, invalid
-from tightship.common.rights import Rights
 from tightship.common.serving import Serving
 from tightship.common.telemetry import CallTrace, called, why_ended
 from tightship.containerizer import admission, audit, describe, listing, names, requests, spans, spec, story
@@ -268,7 +267,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
         for each in (operation, *self._parts.registry.below(operation.row.name)):
             if each.row.client == caller.client or each.row.kind is Kind.CLEANUP:  # of a residue, which nobody made
                 continue
-            raise _made_by_another(caller, each.row.name)
+            raise caller.made_by_another(each.row.name, "may not end it")
 
     def _check_unused(self, operation: Operation) -> None:
         name = operation.row.name
@@ -414,7 +413,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             gone = self._parts.journal.remove_records(name, "" if caller.whole else caller.client)
             if not gone:
                 if record is not None:
-                    raise _made_by_another(caller, name)
+                    raise caller.made_by_another(name, "may not forget it")
                 if operation is not None:
                     raise ServiceError(
                         Code.FAILED_PRECONDITION, "LIVING", f"{name} has not ended; destroy it first", None, name=name
@@ -605,17 +604,6 @@ def _foreign(parts: Parts, name: str) -> list[str]:
     """Directories of the name that are not ours and stay."""
     paths = [each.path(name) for each in parts.machine.hierarchies]
     return [f"cgroup {path}: not made by us" for path in paths if os.path.isdir(path)]
-
-
-def _made_by_another(caller: Rights, name: str) -> ServiceError:
-    caller.refuse(Code.PERMISSION_DENIED, f"{name} was made by another")
-    return ServiceError(
-        Code.PERMISSION_DENIED,
-        "MADE_BY_ANOTHER",
-        f"{name} was not made by client {caller.client}, who may not end it, nor forget it",
-        None,
-        name=name,
-    )
 
 
 def _not_found(name: str) -> ServiceError:

@@ -17,13 +17,15 @@ from typing import Any
 from tightship.common.packets import Packet, receive_packet, send_packet
 from tightship.kernel import fdpass, process
 
-VERSION = 3
+VERSION = 4
 LOWEST = 1
 
 # From this version on LAUNCH may be prepared alone, and make its lease; and orders need not be answered.
 _PREPARES = 2
 # From this one on LAUNCH may isolate; one before would start the command without.
 _ISOLATES = 3
+# And from this one on enter the namespaces of another.
+_ENTERS = 4
 
 _OUTBOX_MAX = 4096
 _CONNECT_TIMEOUT_S = 10.0
@@ -60,6 +62,8 @@ class SpawnerLink:
         """It makes leases itself, prepares launches before their cgroups are there, and takes orders with id 0."""
         self.isolates = False
         """It confines what it is told to."""
+        self.enters = False
+        """It has launches enter the namespaces of others."""
 
     async def connect(self) -> Packet:
         """Connects and says HELLO; its answer. Raises OSError, VersionRefused, or TimeoutError."""
@@ -84,6 +88,7 @@ class SpawnerLink:
                 version = int(hello["version"])
                 self.prepares = version >= _PREPARES
                 self.isolates = version >= _ISOLATES
+                self.enters = version >= _ENTERS
                 stat = process.stat(int(hello["pid"]))
                 start = stat.start if stat is not None else 0
                 self.identity = f"{hello['pid']}:{start}:{process.pid_namespace()}"

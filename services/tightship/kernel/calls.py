@@ -26,14 +26,14 @@ _GENERIC = {
     "socket": 198, "ioctl": 29, "prlimit64": 261, "chdir": 49, "umask": 166, "rt_sigprocmask": 135, "execve": 221,
     "fchdir": 50, "getcwd": 17, "umount2": 39, "pivot_root": 41, "mkdirat": 34, "mknodat": 33, "symlinkat": 36,
     "setgroups": 159, "setresgid": 149, "setresuid": 147, "prctl": 167, "capset": 91, "fchown": 55,
-    "seccomp": 277,
+    "seccomp": 277, "setns": 268,
 }  # fmt: skip
 _X86_64 = {
     "read": 0, "write": 1, "close": 3, "openat": 257, "dup3": 292, "setsid": 112, "sethostname": 170, "mount": 165,
     "socket": 41, "ioctl": 16, "prlimit64": 302, "chdir": 80, "umask": 95, "rt_sigprocmask": 14, "execve": 59,
     "fchdir": 81, "getcwd": 79, "umount2": 166, "pivot_root": 155, "mkdirat": 258, "mknodat": 259, "symlinkat": 266,
     "setgroups": 116, "setresgid": 119, "setresuid": 117, "prctl": 157, "capset": 126, "fchown": 93,
-    "seccomp": 317,
+    "seccomp": 317, "setns": 308,
 }  # fmt: skip
 _MACHINE = os.uname().machine
 _COMMON = {"open_tree": 428, "move_mount": 429, "close_range": 436, "openat2": 437, "mount_setattr": 442}

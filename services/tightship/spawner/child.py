@@ -5,6 +5,7 @@ Only the execve comes after the gate, so that whatever else can fail has failed 
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import struct
@@ -13,6 +14,7 @@ from tightship.common import failpoints
 from tightship.kernel import namespaces
 from tightship.kernel.calls import MUST_NOT_BE_ZERO, Calls
 from tightship.kernel.clone import LAST_FD
+from tightship.kernel.namespaces import Surrounding
 from tightship.spawner.orders import LaunchOrder
 
 # Kinds with their soft and hard values: what a child sets back.
@@ -26,27 +28,42 @@ _SIGSET_SIZE = 8
 _RLIMIT = struct.Struct("=QQ")
 
 
-def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status: int, limits: Limits) -> Calls:
-    """No descriptor given is 0, 1 or 2: what the child's are to be."""
+def calls_of(  # noqa: PLR0917
+    order: LaunchOrder,
+    stdio: tuple[int, int, int],
+    gate: int,
+    status: int,
+    limits: Limits,
+    entered: Surrounding | None = None,
+) -> Calls:
+    """No descriptor given is 0, 1 or 2: what the child's are to be. It enters what is `entered`."""
     calls = Calls()
     for number, fd in enumerate(stdio):
         calls.add("stdio", "dup3", fd, number, 0)
-    low, high = sorted((gate, status))
-    for first, last in ((3, low - 1), (low + 1, high - 1), (high + 1, LAST_FD)):
-        if first <= last:
-            calls.add("stdio", "close_range", first, last, 0)
-    # What the next open gets: all others are closed.
     taken = {0, 1, 2, gate, status}
-    free = next(fd for fd in (3, 4, 5) if fd not in taken)
+    if entered is not None:
+        taken.add(entered.pidfd)
+    kept = [*sorted(taken), LAST_FD + 1]
+    for before, after in itertools.pairwise(kept):
+        if before >= 2 and before + 1 < after:
+            calls.add("stdio", "close_range", before + 1, after - 1, 0)
+    free = _free(taken)
     _point(calls, "child.stdio")
     for number, path in enumerate(order.tasks_files):
         _write_file(calls, f"cgroups: tasks file {number}", path, b"0", free)
     _point(calls, "child.cgroups")
+    if entered is not None:
+        entered.enter(calls, "enter")
+        calls.add("enter", "close", entered.pidfd)
+        taken.remove(entered.pidfd)
+        free = _free(taken)
     calls.add("session", "setsid")
     if order.hostname:
         name = order.hostname.encode()
         calls.add("hostname", "sethostname", name, len(name))
     isolation = order.isolation
+    # The failpoints' directory may be out of sight.
+    hidden = entered is not None or (isolation is not None and isolation.confined)
     confinement = isolation if isolation is not None and isolation.confined else None
     if confinement is not None:
         confinement.mount(calls, taken, stdin=order.stdin)
@@ -56,7 +73,7 @@ def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status:
             namespaces.mount_proc(calls, "proc")
     if "net" in order.namespaces:
         namespaces.bring_loopback_up(calls, "loopback", free)
-    _point(calls, "child.namespaces", confinement)
+    _point(calls, "child.namespaces", hidden=hidden)
     for kind, values in limits:
         calls.add("limits", "prlimit64", 0, kind, _RLIMIT.pack(*(value & (1 << 64) - 1 for value in values)), 0)
     if isolation is not None:
@@ -73,12 +90,12 @@ def calls_of(order: LaunchOrder, stdio: tuple[int, int, int], gate: int, status:
     calls.add("signals", "rt_sigprocmask", _SIG_SETMASK, bytes(_SIGSET_SIZE), 0, _SIGSET_SIZE)
     if confinement is not None:
         confinement.give_up(calls)
-    _point(calls, "child.process", confinement)
+    _point(calls, "child.process", hidden=hidden)
     calls.add("ready", "write", status, READY, len(READY))
-    _point(calls, "child.ready", confinement)
+    _point(calls, "child.ready", hidden=hidden)
     room = b"." * len(READY)
     calls.add("gate", "read", gate, room, len(room), flags=MUST_NOT_BE_ZERO)
-    _point(calls, "child.gate", confinement)
+    _point(calls, "child.gate", hidden=hidden)
     order.program.execute(calls, "exec")
     return calls
 
@@ -98,7 +115,11 @@ def _write_file(calls: Calls, stage: str, path: str, data: bytes, free: int) -> 
     calls.add(stage, "close", free)
 
 
-def _point(calls: Calls, name: str, confinement: object = None) -> None:
-    # A confined child may not see the failpoints' directory any more.
-    if failpoints.DIRECTORY is not None and confinement is None:
+def _free(taken: set[int]) -> int:
+    """What the next open gets: all others are closed."""
+    return next(fd for fd in range(3, 7) if fd not in taken)
+
+
+def _point(calls: Calls, name: str, *, hidden: bool = False) -> None:
+    if failpoints.DIRECTORY is not None and not hidden:
         calls.point(name.removeprefix("child."), name)

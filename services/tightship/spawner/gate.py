@@ -5,12 +5,14 @@ All that can be done before the child's cgroups are there is done before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
 from tightship.kernel import clone
 from tightship.kernel.calls import FAILURE_SIZE, Calls, read_failure
 from tightship.kernel.fdframes import Stream
+from tightship.kernel.namespaces import Surrounding
 from tightship.spawner import child
 from tightship.spawner.loop import Loop
 from tightship.spawner.orders import LaunchOrder
@@ -27,6 +29,7 @@ class Gate:
 
     __slots__ = (
         "_calls",
+        "_entered",
         "_far",
         "_gate",
         "_loop",
@@ -49,21 +52,27 @@ class Gate:
         # The child's ends of both, until it has them.
         self._far: tuple[int, ...] = ()
         self._calls: Calls | None = None
+        self._entered: Surrounding | None = None
         self.ready = False
         self.failure: tuple[str, int, str] | None = None
         self.ended = False
 
     def descriptors(self) -> list[int]:
-        return [fd for fd in (self._gate, self._status, *self._far) if fd >= 0]
+        entered = -1 if self._entered is None else self._entered.pidfd
+        return [fd for fd in (self._gate, self._status, entered, *self._far) if fd >= 0]
 
-    def prepare(self, order: LaunchOrder, streams: dict[Stream, int], limits: child.Limits) -> None:
-        """Everything that the child needs, but for its cgroups. Raises OSError; `close` is due either way."""
+    def prepare(
+        self, order: LaunchOrder, streams: dict[Stream, int], limits: child.Limits, entered: Surrounding | None
+    ) -> None:
+        """Everything that the child needs, but for its cgroups. `entered`, whose namespaces it enters, is ours from now
+        on. Raises OSError; `close` is due either way."""
+        self._entered = entered
         gate, self._gate = os.pipe()
         self._far = (gate,)
         self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._far = (gate, status)
         self._loop.watch(self._status, self._status_ready)
-        self._calls = child.calls_of(order, self._stdio(streams), gate, status, limits)
+        self._calls = child.calls_of(order, self._stdio(streams), gate, status, limits, entered)
         self._stages = self._calls.stages
 
     def clone(self, order: LaunchOrder) -> tuple[int, int]:
@@ -72,8 +81,10 @@ class Gate:
         assert calls is not None
         gate, status = self._far
         cgroup = None if order.cgroup_v2 is None else os.open(order.cgroup_v2, os.O_RDONLY | os.O_DIRECTORY)
+        inside = contextlib.nullcontext() if self._entered is None else self._entered.children_in()
         try:
-            return clone.start(calls, order.namespaces, cgroup, status, lambda name: child.reach(name, gate))
+            with inside:
+                return clone.start(calls, order.namespaces, cgroup, status, lambda name: child.reach(name, gate))
         finally:
             if cgroup is not None:
                 os.close(cgroup)
@@ -83,6 +94,9 @@ class Gate:
         far, self._far = self._far, ()
         for fd in far:
             os.close(fd)
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.close()
 
     def _stdio(self, streams: dict[Stream, int]) -> tuple[int, int, int]:
         stdin, stdout, stderr = (streams.get(each, self._null) for each in Stream)

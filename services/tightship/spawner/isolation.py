@@ -27,7 +27,10 @@ _FD_LIMIT_MAX = 2**31 - 1
 
 
 class Isolation:
-    """`confined`: own root or /dev, kernel paths closed, and few privileges; else its limits alone are asked."""
+    """`confined`: own root or /dev, kernel paths closed, and few privileges; else its limits alone are asked.
+
+    `entered`: root, /dev and kernel paths are those of the process whose namespaces it enters.
+    """
 
     __slots__ = (
         "_binds",
@@ -40,11 +43,13 @@ class Isolation:
         "_root",
         "_uid",
         "confined",
+        "entered",
     )
 
     def __init__(self, packet: Packet) -> None:
         """Raises OrderError naming the field."""
         self.confined = orders.boolean(packet, "confined", False)
+        self.entered = orders.boolean(packet, "entered", False)
         fd_limit = orders.number(packet, "fd_limit", 0, 0, _FD_LIMIT_MAX)
         self._fd_limit = fd_limit or None
         self._root = orders.path(packet, "rootfs", "") or None
@@ -66,7 +71,8 @@ class Isolation:
 
     def mount(self, calls: Calls, taken: set[int], *, stdin: bool) -> None:
         """`taken` are the descriptors that are open; `stdin` is whether the first is a pipe, or /dev/null."""
-        rootfs.confine(calls, self._root, self._binds, Descriptors(taken))
+        if not self.entered:
+            rootfs.confine(calls, self._root, self._binds, Descriptors(taken))
         if not stdin:
             rootfs.replace_null(calls, "dev", 0, Descriptors(taken))
 

@@ -36,7 +36,7 @@ _MOUNTS_HELD_S = 1.0
 class Surroundings:
     """What every launch works with. `limits` are those that a child sets back; `tell` sends an event."""
 
-    __slots__ = ("children", "limits", "loop", "null", "switchboard", "tell", "unopened")
+    __slots__ = ("children", "launches", "limits", "loop", "null", "switchboard", "tell", "unopened")
 
     def __init__(
         self, loop: Loop, switchboard: fdclient.Switchboard, limits: child.Limits, tell: Callable[[Packet], None]
@@ -47,6 +47,7 @@ class Surroundings:
         self.tell = tell
         self.null = os.open("/dev/null", os.O_RDWR)
         self.unopened = 0
+        self.launches: dict[str, Contained] = {}
         self.children: dict[int, Launch] = {}
         """Launches by the pid of their living child."""
 
@@ -172,7 +173,7 @@ class Launch(Contained):
                 yield from self._claim(order)
                 yield from self._reach("spawner.claim.after")
                 self._stage = "clone"
-                self._gate.prepare(order, self._streams, self._around.limits)
+                self._gate.prepare(order, self._streams, self._around.limits, self._entered(order))
                 yield from self._prepared()
                 yield from self._reach("spawner.clone.before")
                 self._clone(order)
@@ -282,8 +283,25 @@ class Launch(Contained):
         else:
             self._routine.wake()
 
+    def _entered(self, order: LaunchOrder) -> namespaces.Surrounding | None:
+        """Whose namespaces it enters, where it was told so. Raises OrderError."""
+        if not order.enter:
+            return None
+        target = self._around.launches.get(order.enter)
+        if target is None or target.state != "opened" or target.pidfd < 0:
+            raise OrderError("enter", errno.ESRCH, "the process whose namespaces were to be entered has ended")
+        try:
+            return namespaces.Surrounding(target.pid, target.pidfd)
+        except FileNotFoundError:
+            raise OrderError("enter", errno.ESRCH, "the process whose namespaces were to be entered ends") from None
+
     def _clone(self, order: LaunchOrder) -> None:
-        self.pid, self.pidfd = self._gate.clone(order)
+        try:
+            self.pid, self.pidfd = self._gate.clone(order)
+        except OSError as error:
+            if order.enter and error.errno == errno.ENOMEM:  # so the kernel calls a pid namespace whose init has died
+                raise OrderError("enter", errno.ESRCH, "the process whose namespaces were to be entered ends") from None
+            raise
         self._around.children[self.pid] = self
         self.times["clone"] = time.monotonic_ns()
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # 2: LAUNCH may make its lease by TAKE, and be prepared alone until OPEN clones; orders with id 0.
 # 3: LAUNCH may isolate.
-VERSION = 3
+# 4: LAUNCH may enter the namespaces of another launch.
+VERSION = 4
 LOWEST_VERSION = 1
 
 TIMEOUT_S = 10.0
@@ -46,6 +47,7 @@ class LaunchOrder:
         "acquire",
         "cgroup_v2",
         "cwd",
+        "enter",
         "epoch",
         "gate_s",
         "hostname",
@@ -90,6 +92,9 @@ class LaunchOrder:
         self.hostname = text(packet, "hostname", "")
         if self.hostname and "uts" not in self.namespaces:
             raise bad("hostname", "needs the namespace uts")
+        self.enter = text(packet, "enter", "")
+        if self.enter and self.namespaces:
+            raise bad("enter", "leaves no room for namespaces of its own")
         self.isolation = _isolation(packet, self.namespaces)
         adjustment = packet.get("oom_score_adj")
         self.oom_score_adj = None if adjustment is None else number(packet, "oom_score_adj", 0, -1000, 1000)
@@ -156,7 +161,7 @@ def _isolation(packet: Packet, namespaces: tuple[str, ...]) -> Isolation | None:
     from tightship.spawner.isolation import Isolation  # nothing of it where nobody asks
 
     isolation = Isolation(given)
-    if isolation.confined and not {"mount", "pid"} <= set(namespaces):
+    if isolation.confined and not isolation.entered and not {"mount", "pid"} <= set(namespaces):
         raise bad("isolation", "needs the namespaces mount and pid")
     return isolation
 

@@ -58,7 +58,7 @@ class Server:
         self._listener = listener
         self._switchboard = switchboard
         self.around = Surroundings(loop, switchboard, limits, self._tell)
-        self._launches: dict[str, Contained] = {}
+        self._launches = self.around.launches
         self._client: Client | None = None
         self._greetings: set[Client] = set()
         self._leaving: set[Adopted] = set()
