@@ -31,10 +31,11 @@ _UP_S = 120.0
 
 
 class Rig:
-    """Use as a context manager. `calls` and `points` are the rig's after `up`."""
+    """Use as a context manager. `calls` and `points` are the rig's after `up`; `program` is which Compose is used."""
 
-    def __init__(self, project: str, *overrides: str) -> None:
+    def __init__(self, project: str, *overrides: str, program: Sequence[str] = ("docker-compose",)) -> None:
         self.project = project
+        self.program = program
         self.files = ("docker-compose.yml", *overrides, _NO_JAEGER)
         ports = _free_ports(3)
         self.collector = f"http://127.0.0.1:{ports[2]}"
@@ -72,7 +73,7 @@ class Rig:
 
     def compose(self, *words: str, check: bool = True, timeout: float = 300) -> str:
         """What the command printed, both streams."""
-        command = ["docker-compose", "--project-name", self.project, *(w for f in self.files for w in ("--file", f))]
+        command = [*self.program, "--project-name", self.project, *(w for f in self.files for w in ("--file", f))]
         done = subprocess.run(
             [*command, *words], cwd=ROOT, env=self.environment, timeout=timeout, check=False, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -175,9 +176,9 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(project: str, *overrides: str) -> Iterator[Rig]:
+def rig(project: str, *overrides: str, program: Sequence[str] = ("docker-compose",)) -> Iterator[Rig]:
     """A rig; after it nothing of its instance is on the host."""
-    with Rig(project, *overrides) as one:
+    with Rig(project, *overrides, program=program) as one:
         yield one
         instance = one.instance
     assert census.cgroup_bases(instance) == [], "down has left cgroups"
