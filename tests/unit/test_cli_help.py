@@ -74,7 +74,7 @@ def complete(shell: str, words: str, position: int, last: str) -> list[str]:
 
 
 def test_commands_are_completed_for_each_shell() -> None:
-    assert complete("bash", "tightship de", 1, "de") == ["plain,destroy"]
+    assert complete("bash", "tightship dest", 1, "dest") == ["plain,destroy"]
     assert complete("zsh", "tightship de", 1, "de")[:3] == ["plain", "destroy", "End a container and all below it."]
     assert "destroy\tEnd a container and all below it." in complete("fish", "tightship de", 1, "de")[0]
 
@@ -110,7 +110,7 @@ def test_completing_commands_imports_none_of_them() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=env
     )
-    assert ended.stdout.splitlines() == ["plain,down", "plain,destroy", "plain,doctor", "[]"]
+    assert ended.stdout.splitlines() == ["plain,down", "plain,destroy", "plain,detect", "plain,doctor", "[]"]
 
 
 def test_bash_completes_by_the_script() -> None:

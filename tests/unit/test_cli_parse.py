@@ -126,7 +126,7 @@ def test_no_durations(text: str) -> None:
         (["cleanup"], 3, "--all"),
         (["nonsense"], 3, "nonsense"),
         (["wait", "--timeout", "x", "/a"], 3, "500ms"),
-        (["list", "pids"], 12, "./pids"),
+        (["list", "pids"], 14, "up -d"),
         (["kill", "-s", "", "/a"], 3, "empty"),
         (["cleanup", "--all", "/a"], 3, "not both"),
         (["wait", "--timeout", "\u0663", "/a"], 3, "500ms"),

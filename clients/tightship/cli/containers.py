@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -183,16 +183,17 @@ def wait(options: Options, *, timeout: float | None, name: str) -> int:
 @click.argument("name", required=False)
 @common
 def list_(options: Options, *, recursive: bool, records: bool, what: str | None, name: str | None) -> int:
-    """List containers at and below NAME (the caller's own container).
+    """List containers at and below NAME (the caller's own container), or ids of the processes or threads in NAME.
 
     \b
-    Usage:   tightship list [containers] [-r] [-a] [NAME]
-    Example: tightship list -ra
+    Usage:    tightship list [containers|pids|tids] [-r] [-a] [NAME]
+    Examples: tightship list -ra
+              tightship list pids -r /web
 
     Exit status: 0 listed; 5 no such container.
     """
-    if what in ("pids", "tids"):
-        raise failure.Failure(failure.UNIMPLEMENTED, f"list {what} is not there yet (a container is ./{what})")
+    if what in ("pids", "tids"):  # a container of that name is ./pids
+        return options.call(_ids(options, name or ".", recursive=recursive, threads=what == "tids"))
     if what is not None and what != "containers":
         if name is not None:
             raise click.UsageError(f"{what!r} can't be listed; write list containers {name}")
@@ -206,6 +207,18 @@ def list_(options: Options, *, recursive: bool, records: bool, what: str | None,
             tables.table(("NAME", "STATE", "PID", "AGE", "ID", "COMMAND"), render.container_rows(found))
 
     return options.call(call)
+
+
+def _ids(options: Options, name: str, *, recursive: bool, threads: bool) -> Callable[[AsyncClient], Awaitable[None]]:
+    async def call(client: AsyncClient) -> None:
+        found = await client.processes(options.name(name), recursive=recursive, threads=threads)
+        if options.json:
+            print_json({"tids" if threads else "pids": [*found]})
+        else:
+            for each in found:
+                click.echo(each)
+
+    return call
 
 
 @click.command()

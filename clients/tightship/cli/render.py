@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
+    from google.protobuf.message import Message
     from google.protobuf.timestamp_pb2 import Timestamp
 
     from tightship.v1 import containerizer_pb2 as pb
@@ -135,3 +136,28 @@ def age(time: Timestamp) -> str:
 def words(command: Sequence[str], longest: int = 60) -> str:
     text = " ".join(command).encode("unicode_escape").decode()
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def stats_rows(found: pb.StatsResponse) -> list[tuple[str, str]]:
+    """One row for each number that is told."""
+    rows = []
+    for field, value in found.ListFields():
+        if field.name == "pressure":
+            for resource in sorted(value):
+                rows += _numbers(f"pressure.{resource}", value[resource])
+        elif field.name == "io":
+            for each in value:
+                rows += [row for row in _numbers(f"io.{each.device}", each) if not row[0].endswith(".device")]
+        elif field.name != "time":
+            rows += _numbers(field.name, value)
+    return rows
+
+
+def _numbers(where: str, message: Message) -> list[tuple[str, str]]:
+    return [
+        (
+            f"{where}.{field.name}",
+            f"{value.ToNanoseconds() / 1e9:.6f}" if field.message_type is not None else str(value),
+        )
+        for field, value in message.ListFields()
+    ]

@@ -14,6 +14,7 @@ _WORDS = {
     "RUNNING": "green",
     "BOUND": "green",
     "CREATED": "cyan",
+    "PAUSED": "yellow",
     "LAUNCHING": "yellow",
     "CLOSING": "yellow",
     "RECOVERING": "yellow",

@@ -216,6 +216,45 @@ class AsyncClient:
             "ContainerizerService/Kill", self.containerizer.Kill, pb.KillRequest(name=name, signal=signal)
         )
 
+    async def kill_all(self, name: str, signal: str = "") -> int:
+        """A signal (name or number; KILL when empty) to every process of a container and those below; how many."""
+        request = pb.KillAllRequest(name=name, signal=signal)
+        response = await self._unary("ContainerizerService/KillAll", self.containerizer.KillAll, request)
+        return response.processes
+
+    async def pause(self, name: str, *, budget: float | None = None) -> None:
+        """Stops all processes of a container and those below; returns when the kernel says so. DeadlineExceeded where
+        that is not within `budget` (s; 5 when None): then they run on."""
+        request = pb.PauseRequest(name=name, budget=requests.seconds(budget))
+        await self._unary("ContainerizerService/Pause", self.containerizer.Pause, request, repeat=True)
+
+    async def resume(self, name: str) -> None:
+        """Ends a pause."""
+        request = pb.ResumeRequest(name=name)
+        await self._unary("ContainerizerService/Resume", self.containerizer.Resume, request, repeat=True)
+
+    async def update(self, name: str, spec: requests.Spec, *, diff: bool = False) -> pb.UpdateResponse:
+        """Changes a living container's limits to `spec`, or with `diff` what that says of them: all, or nothing."""
+        mode = pb.UpdateRequest.DIFF if diff else pb.UpdateRequest.REPLACE
+        request = pb.UpdateRequest(name=name, spec=requests.spec_input(spec), mode=mode)
+        return await self._unary("ContainerizerService/Update", self.containerizer.Update, request, repeat=True)
+
+    async def stats(self, name: str) -> pb.StatsResponse:
+        """What a container, with those below it, has used and uses."""
+        request = pb.StatsRequest(name=name)
+        return await self._unary("ContainerizerService/Stats", self.containerizer.Stats, request, repeat=True)
+
+    async def processes(self, name: str, *, recursive: bool = False, threads: bool = False) -> Sequence[int]:
+        """Ids of the processes, or threads, of a container; `recursive`: of those below it too."""
+        request = pb.ListProcessesRequest(name=name, recursive=recursive, threads=threads)
+        method = self.containerizer.ListProcesses
+        return (await self._unary("ContainerizerService/ListProcesses", method, request, repeat=True)).ids
+
+    async def detect(self, pid: int) -> pb.DetectResponse:
+        """The container that a process is in. NotFound where it is in none."""
+        request = pb.DetectRequest(pid=pid)
+        return await self._unary("ContainerizerService/Detect", self.containerizer.Detect, request, repeat=True)
+
     async def wait(self, name: str, *, timeout: float | None = None) -> pb.Record:
         """The record of a container, when its main process has ended: as long as that takes, where no `timeout` (s) is
         given. A containerizer that is started anew meanwhile is asked again."""

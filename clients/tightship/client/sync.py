@@ -243,6 +243,35 @@ class Client:
         """A signal (name or number; KILL when empty) to the main process of a container."""
         _LOOP.run(self.aio.kill(name, signal))
 
+    def kill_all(self, name: str, signal: str = "") -> int:
+        """A signal (name or number; KILL when empty) to every process of a container and those below; how many."""
+        return _LOOP.run(self.aio.kill_all(name, signal))
+
+    def pause(self, name: str, *, budget: float | None = None) -> None:
+        """Stops all processes of a container and those below; returns when the kernel says so. DeadlineExceeded where
+        that is not within `budget` (s; 5 when None): then they run on."""
+        _LOOP.run(self.aio.pause(name, budget=budget))
+
+    def resume(self, name: str) -> None:
+        """Ends a pause."""
+        _LOOP.run(self.aio.resume(name))
+
+    def update(self, name: str, spec: requests.Spec, *, diff: bool = False) -> pb.UpdateResponse:
+        """Changes a living container's limits to `spec`, or with `diff` what that says of them: all, or nothing."""
+        return _LOOP.run(self.aio.update(name, spec, diff=diff))
+
+    def stats(self, name: str) -> pb.StatsResponse:
+        """What a container, with those below it, has used and uses."""
+        return _LOOP.run(self.aio.stats(name))
+
+    def processes(self, name: str, *, recursive: bool = False, threads: bool = False) -> Sequence[int]:
+        """Ids of the processes, or threads, of a container; `recursive`: of those below it too."""
+        return _LOOP.run(self.aio.processes(name, recursive=recursive, threads=threads))
+
+    def detect(self, pid: int) -> pb.DetectResponse:
+        """The container that a process is in. NotFound where it is in none."""
+        return _LOOP.run(self.aio.detect(pid))
+
     def wait(self, name: str, *, timeout: float | None = None) -> pb.Record:
         """The record of a container, when its main process has ended: as long as that takes, where no `timeout` (s) is
         given. A containerizer that is started anew meanwhile is asked again."""

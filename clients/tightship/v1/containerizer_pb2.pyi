@@ -870,6 +870,661 @@ class KillResponse(_message.Message):
 Global___KillResponse: _TypeAlias = KillResponse  # noqa: Y015
 
 @_typing.final
+class KillAllRequest(_message.Message):
+    """A signal for all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name or id."""
+    signal: _builtins.str
+    """As in KillRequest."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        signal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "signal", b"signal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KillAllRequest: _TypeAlias = KillAllRequest  # noqa: Y015
+
+@_typing.final
+class KillAllResponse(_message.Message):
+    """It was sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    processes: _builtins.int
+    """How many processes there were."""
+    def __init__(
+        self,
+        *,
+        processes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KillAllResponse: _TypeAlias = KillAllResponse  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    """What to pause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name or id."""
+    @_builtins.property
+    def budget(self) -> _duration_pb2.Duration:
+        """How long it may take; 5 s when absent, 60 s at most."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        budget: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
+
+@_typing.final
+class PauseResponse(_message.Message):
+    """It is paused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """What to go on with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name or id."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """It goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class UpdateRequest(_message.Message):
+    """New limits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Mode:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[UpdateRequest._Mode.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: UpdateRequest._Mode.ValueType  # 0
+        """Not a value: INVALID_ARGUMENT."""
+        REPLACE: UpdateRequest._Mode.ValueType  # 1
+        """It is the whole: what it does not say is not limited any more."""
+        DIFF: UpdateRequest._Mode.ValueType  # 2
+        """It is what changes: what it does not say stays. A list is replaced whole."""
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
+        """How a spec is taken."""
+
+    MODE_UNSPECIFIED: UpdateRequest.Mode.ValueType  # 0
+    """Not a value: INVALID_ARGUMENT."""
+    REPLACE: UpdateRequest.Mode.ValueType  # 1
+    """It is the whole: what it does not say is not limited any more."""
+    DIFF: UpdateRequest.Mode.ValueType  # 2
+    """It is what changes: what it does not say stays. A list is replaced whole."""
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name or id."""
+    mode: Global___UpdateRequest.Mode.ValueType
+    """What the spec means; needed."""
+    @_builtins.property
+    def spec(self) -> Global___SpecInput:
+        """In the form of Create's."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        spec: Global___SpecInput | None = ...,
+        mode: Global___UpdateRequest.Mode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateRequest: _TypeAlias = UpdateRequest  # noqa: Y015
+
+@_typing.final
+class UpdateResponse(_message.Message):
+    """It is changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def container(self) -> Global___Container:
+        """With its new spec and its limits in force."""
+
+    @_builtins.property
+    def written(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Files of the kernel that were written, in this order."""
+
+    def __init__(
+        self,
+        *,
+        container: Global___Container | None = ...,
+        written: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["container", b"container"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["container", b"container", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateResponse: _TypeAlias = UpdateResponse  # noqa: Y015
+
+@_typing.final
+class StatsRequest(_message.Message):
+    """Whose use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name or id."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsRequest: _TypeAlias = StatsRequest  # noqa: Y015
+
+@_typing.final
+class StatsResponse(_message.Message):
+    """Use since the container was made, and now. What the kernel does not tell is
+    absent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PressureEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___StatsResponse.Pressure: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___StatsResponse.Pressure | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Cpu(_message.Message):
+        """CPU time."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        USAGE_FIELD_NUMBER: _builtins.int
+        USER_FIELD_NUMBER: _builtins.int
+        SYSTEM_FIELD_NUMBER: _builtins.int
+        PERIODS_FIELD_NUMBER: _builtins.int
+        THROTTLED_PERIODS_FIELD_NUMBER: _builtins.int
+        THROTTLED_TIME_FIELD_NUMBER: _builtins.int
+        periods: _builtins.int
+        """Periods in which cpu.max_limit was looked at."""
+        throttled_periods: _builtins.int
+        """Those in which it was throttled."""
+        @_builtins.property
+        def usage(self) -> _duration_pb2.Duration:
+            """User and system together."""
+
+        @_builtins.property
+        def user(self) -> _duration_pb2.Duration:
+            """In user mode."""
+
+        @_builtins.property
+        def system(self) -> _duration_pb2.Duration:
+            """In the kernel."""
+
+        @_builtins.property
+        def throttled_time(self) -> _duration_pb2.Duration:
+            """For how long, all CPUs together."""
+
+        def __init__(
+            self,
+            *,
+            usage: _duration_pb2.Duration | None = ...,
+            user: _duration_pb2.Duration | None = ...,
+            system: _duration_pb2.Duration | None = ...,
+            periods: _builtins.int | None = ...,
+            throttled_periods: _builtins.int | None = ...,
+            throttled_time: _duration_pb2.Duration | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_periods", b"_periods", "_throttled_periods", b"_throttled_periods", "periods", b"periods", "system", b"system", "throttled_periods", b"throttled_periods", "throttled_time", b"throttled_time", "usage", b"usage", "user", b"user"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_periods", b"_periods", "_throttled_periods", b"_throttled_periods", "periods", b"periods", "system", b"system", "throttled_periods", b"throttled_periods", "throttled_time", b"throttled_time", "usage", b"usage", "user", b"user"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__periods: _TypeAlias = _typing.Literal["periods"]  # noqa: Y015
+        _WhichOneofArgType__periods: _TypeAlias = _typing.Literal["_periods", b"_periods"]  # noqa: Y015
+        _WhichOneofReturnType__throttled_periods: _TypeAlias = _typing.Literal["throttled_periods"]  # noqa: Y015
+        _WhichOneofArgType__throttled_periods: _TypeAlias = _typing.Literal["_throttled_periods", b"_throttled_periods"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__periods) -> _WhichOneofReturnType__periods | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__throttled_periods) -> _WhichOneofReturnType__throttled_periods | None: ...
+
+    @_typing.final
+    class Memory(_message.Message):
+        """Memory, in bytes."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        USAGE_FIELD_NUMBER: _builtins.int
+        PEAK_FIELD_NUMBER: _builtins.int
+        LIMIT_FIELD_NUMBER: _builtins.int
+        ANONYMOUS_FIELD_NUMBER: _builtins.int
+        FILE_FIELD_NUMBER: _builtins.int
+        SWAP_FIELD_NUMBER: _builtins.int
+        LIMIT_HITS_FIELD_NUMBER: _builtins.int
+        OOM_KILLS_FIELD_NUMBER: _builtins.int
+        usage: _builtins.int
+        """All that is charged."""
+        peak: _builtins.int
+        """The most that was."""
+        limit: _builtins.int
+        """In force; -1 = unlimited."""
+        anonymous: _builtins.int
+        """Of processes themselves."""
+        file: _builtins.int
+        """Page cache."""
+        swap: _builtins.int
+        """Swap."""
+        limit_hits: _builtins.int
+        """How often the limit was hit."""
+        oom_kills: _builtins.int
+        """Processes killed by the OOM killer."""
+        def __init__(
+            self,
+            *,
+            usage: _builtins.int | None = ...,
+            peak: _builtins.int | None = ...,
+            limit: _builtins.int | None = ...,
+            anonymous: _builtins.int | None = ...,
+            file: _builtins.int | None = ...,
+            swap: _builtins.int | None = ...,
+            limit_hits: _builtins.int | None = ...,
+            oom_kills: _builtins.int | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_anonymous", b"_anonymous", "_file", b"_file", "_limit", b"_limit", "_limit_hits", b"_limit_hits", "_oom_kills", b"_oom_kills", "_peak", b"_peak", "_swap", b"_swap", "_usage", b"_usage", "anonymous", b"anonymous", "file", b"file", "limit", b"limit", "limit_hits", b"limit_hits", "oom_kills", b"oom_kills", "peak", b"peak", "swap", b"swap", "usage", b"usage"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_anonymous", b"_anonymous", "_file", b"_file", "_limit", b"_limit", "_limit_hits", b"_limit_hits", "_oom_kills", b"_oom_kills", "_peak", b"_peak", "_swap", b"_swap", "_usage", b"_usage", "anonymous", b"anonymous", "file", b"file", "limit", b"limit", "limit_hits", b"limit_hits", "oom_kills", b"oom_kills", "peak", b"peak", "swap", b"swap", "usage", b"usage"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__anonymous: _TypeAlias = _typing.Literal["anonymous"]  # noqa: Y015
+        _WhichOneofArgType__anonymous: _TypeAlias = _typing.Literal["_anonymous", b"_anonymous"]  # noqa: Y015
+        _WhichOneofReturnType__file: _TypeAlias = _typing.Literal["file"]  # noqa: Y015
+        _WhichOneofArgType__file: _TypeAlias = _typing.Literal["_file", b"_file"]  # noqa: Y015
+        _WhichOneofReturnType__limit: _TypeAlias = _typing.Literal["limit"]  # noqa: Y015
+        _WhichOneofArgType__limit: _TypeAlias = _typing.Literal["_limit", b"_limit"]  # noqa: Y015
+        _WhichOneofReturnType__limit_hits: _TypeAlias = _typing.Literal["limit_hits"]  # noqa: Y015
+        _WhichOneofArgType__limit_hits: _TypeAlias = _typing.Literal["_limit_hits", b"_limit_hits"]  # noqa: Y015
+        _WhichOneofReturnType__oom_kills: _TypeAlias = _typing.Literal["oom_kills"]  # noqa: Y015
+        _WhichOneofArgType__oom_kills: _TypeAlias = _typing.Literal["_oom_kills", b"_oom_kills"]  # noqa: Y015
+        _WhichOneofReturnType__peak: _TypeAlias = _typing.Literal["peak"]  # noqa: Y015
+        _WhichOneofArgType__peak: _TypeAlias = _typing.Literal["_peak", b"_peak"]  # noqa: Y015
+        _WhichOneofReturnType__swap: _TypeAlias = _typing.Literal["swap"]  # noqa: Y015
+        _WhichOneofArgType__swap: _TypeAlias = _typing.Literal["_swap", b"_swap"]  # noqa: Y015
+        _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
+        _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__anonymous) -> _WhichOneofReturnType__anonymous | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__file) -> _WhichOneofReturnType__file | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__limit) -> _WhichOneofReturnType__limit | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_hits) -> _WhichOneofReturnType__limit_hits | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__oom_kills) -> _WhichOneofReturnType__oom_kills | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__peak) -> _WhichOneofReturnType__peak | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__swap) -> _WhichOneofReturnType__swap | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__usage) -> _WhichOneofReturnType__usage | None: ...
+
+    @_typing.final
+    class Io(_message.Message):
+        """One block device."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DEVICE_FIELD_NUMBER: _builtins.int
+        READ_BYTES_FIELD_NUMBER: _builtins.int
+        WRITE_BYTES_FIELD_NUMBER: _builtins.int
+        READS_FIELD_NUMBER: _builtins.int
+        WRITES_FIELD_NUMBER: _builtins.int
+        device: _builtins.str
+        """"major:minor"."""
+        read_bytes: _builtins.int
+        """Bytes read."""
+        write_bytes: _builtins.int
+        """Bytes written."""
+        reads: _builtins.int
+        """Reads."""
+        writes: _builtins.int
+        """Writes."""
+        def __init__(
+            self,
+            *,
+            device: _builtins.str = ...,
+            read_bytes: _builtins.int = ...,
+            write_bytes: _builtins.int = ...,
+            reads: _builtins.int = ...,
+            writes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "read_bytes", b"read_bytes", "reads", b"reads", "write_bytes", b"write_bytes", "writes", b"writes"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Tasks(_message.Message):
+        """Processes and threads."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        CURRENT_FIELD_NUMBER: _builtins.int
+        LIMIT_FIELD_NUMBER: _builtins.int
+        current: _builtins.int
+        """How many there are."""
+        limit: _builtins.int
+        """In force; -1 = unlimited."""
+        def __init__(
+            self,
+            *,
+            current: _builtins.int | None = ...,
+            limit: _builtins.int | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_current", b"_current", "_limit", b"_limit", "current", b"current", "limit", b"limit"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_current", b"_current", "_limit", b"_limit", "current", b"current", "limit", b"limit"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__current: _TypeAlias = _typing.Literal["current"]  # noqa: Y015
+        _WhichOneofArgType__current: _TypeAlias = _typing.Literal["_current", b"_current"]  # noqa: Y015
+        _WhichOneofReturnType__limit: _TypeAlias = _typing.Literal["limit"]  # noqa: Y015
+        _WhichOneofArgType__limit: _TypeAlias = _typing.Literal["_limit", b"_limit"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__current) -> _WhichOneofReturnType__current | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__limit) -> _WhichOneofReturnType__limit | None: ...
+
+    @_typing.final
+    class Pressure(_message.Message):
+        """Share of time, in percent of the last ten seconds, in which tasks waited."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SOME_FIELD_NUMBER: _builtins.int
+        FULL_FIELD_NUMBER: _builtins.int
+        SOME_TOTAL_FIELD_NUMBER: _builtins.int
+        FULL_TOTAL_FIELD_NUMBER: _builtins.int
+        some: _builtins.float
+        """At least one of them."""
+        full: _builtins.float
+        """All of them."""
+        @_builtins.property
+        def some_total(self) -> _duration_pb2.Duration:
+            """Time in which at least one waited, since it was made."""
+
+        @_builtins.property
+        def full_total(self) -> _duration_pb2.Duration:
+            """The same of all."""
+
+        def __init__(
+            self,
+            *,
+            some: _builtins.float = ...,
+            full: _builtins.float = ...,
+            some_total: _duration_pb2.Duration | None = ...,
+            full_total: _duration_pb2.Duration | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["full_total", b"full_total", "some_total", b"some_total"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "full_total", b"full_total", "some", b"some", "some_total", b"some_total"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TIME_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    IO_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was read."""
+
+    @_builtins.property
+    def cpu(self) -> Global___StatsResponse.Cpu:
+        """CPU time."""
+
+    @_builtins.property
+    def memory(self) -> Global___StatsResponse.Memory:
+        """Memory and swap, in bytes."""
+
+    @_builtins.property
+    def io(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatsResponse.Io]:
+        """Block devices."""
+
+    @_builtins.property
+    def tasks(self) -> Global___StatsResponse.Tasks:
+        """Processes and threads."""
+
+    @_builtins.property
+    def pressure(self) -> _containers.MessageMap[_builtins.str, Global___StatsResponse.Pressure]:
+        """Pressure stall information, by resource: "cpu", "memory", "io"."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        cpu: Global___StatsResponse.Cpu | None = ...,
+        memory: Global___StatsResponse.Memory | None = ...,
+        io: _abc.Iterable[Global___StatsResponse.Io] | None = ...,
+        tasks: Global___StatsResponse.Tasks | None = ...,
+        pressure: _abc.Mapping[_builtins.str, Global___StatsResponse.Pressure] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "memory", b"memory", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "io", b"io", "memory", b"memory", "pressure", b"pressure", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class ListProcessesRequest(_message.Message):
+    """Whose processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RECURSIVE_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name or id."""
+    recursive: _builtins.bool
+    """Those of the containers below it too."""
+    threads: _builtins.bool
+    """Threads, not processes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        recursive: _builtins.bool = ...,
+        threads: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "recursive", b"recursive", "threads", b"threads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProcessesRequest: _TypeAlias = ListProcessesRequest  # noqa: Y015
+
+@_typing.final
+class ListProcessesResponse(_message.Message):
+    """The processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In the service's pid namespace, ascending."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProcessesResponse: _TypeAlias = ListProcessesResponse  # noqa: Y015
+
+@_typing.final
+class DetectRequest(_message.Message):
+    """Which process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """Its id, in the service's pid namespace."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetectRequest: _TypeAlias = DetectRequest  # noqa: Y015
+
+@_typing.final
+class DetectResponse(_message.Message):
+    """Where it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The container's name."""
+    id: _builtins.str
+    """The container's id."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetectResponse: _TypeAlias = DetectResponse  # noqa: Y015
+
+@_typing.final
 class WaitRequest(_message.Message):
     """Whom to wait for."""
 
@@ -1188,6 +1843,8 @@ class Container(_message.Message):
         """Found at start, not yet adopted or undone."""
         ENDED: Container._State.ValueType  # 7
         """Only the record is left."""
+        PAUSED: Container._State.ValueType  # 8
+        """Its processes, and those below it, are stopped by Pause."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """Where a container is in its life."""
@@ -1208,6 +1865,8 @@ class Container(_message.Message):
     """Found at start, not yet adopted or undone."""
     ENDED: Container.State.ValueType  # 7
     """Only the record is left."""
+    PAUSED: Container.State.ValueType  # 8
+    """Its processes, and those below it, are stopped by Pause."""
 
     @_typing.final
     class LabelsEntry(_message.Message):

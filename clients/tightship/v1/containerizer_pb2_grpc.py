@@ -65,6 +65,41 @@ class ContainerizerServiceStub:
                 request_serializer=tightship_dot_v1_dot_containerizer__pb2.KillRequest.SerializeToString,
                 response_deserializer=tightship_dot_v1_dot_containerizer__pb2.KillResponse.FromString,
                 _registered_method=True)
+        self.KillAll = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/KillAll',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.KillAllRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.KillAllResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/Pause',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.PauseRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/Resume',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Update = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/Update',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.UpdateRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.UpdateResponse.FromString,
+                _registered_method=True)
+        self.Stats = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/Stats',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.StatsRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.StatsResponse.FromString,
+                _registered_method=True)
+        self.ListProcesses = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/ListProcesses',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.ListProcessesRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.ListProcessesResponse.FromString,
+                _registered_method=True)
+        self.Detect = channel.unary_unary(
+                '/tightship.v1.ContainerizerService/Detect',
+                request_serializer=tightship_dot_v1_dot_containerizer__pb2.DetectRequest.SerializeToString,
+                response_deserializer=tightship_dot_v1_dot_containerizer__pb2.DetectResponse.FromString,
+                _registered_method=True)
         self.Wait = channel.unary_unary(
                 '/tightship.v1.ContainerizerService/Wait',
                 request_serializer=tightship_dot_v1_dot_containerizer__pb2.WaitRequest.SerializeToString,
@@ -162,6 +197,67 @@ class ContainerizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KillAll(self, request, context):
+        """Sends a signal to every process of a container and of those below it;
+        answers when it is sent. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Stops all processes of a container, and of those below it, where they are;
+        answers when the kernel says so. DEADLINE_EXCEEDED (PAUSE_TIMED_OUT) where
+        it does not within the budget: then it runs on. Pausing a paused one is no
+        error. Nothing can be launched in it meanwhile; it can be destroyed.
+        FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Ends a pause. FAILED_PRECONDITION (PARENT_PAUSED) where one above is paused;
+        those below that were paused themselves stay so. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Update(self, request, context):
+        """Changes the limits of a living container: all of what is asked, or, where
+        the kernel refuses a value, nothing: all have the values of before then.
+        INVALID_ARGUMENT (field, file, value, errno where the kernel refused),
+        UNIMPLEMENTED (FIELD_NOT_SUPPORTED; also for what can't be changed while it
+        lives: owner, filesystem, virtual_host, security, memory.eviction_priority),
+        FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stats(self, request, context):
+        """What a container, with those below it, uses now, by its cgroups. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListProcesses(self, request, context):
+        """Ids of the processes or threads of a container. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detect(self, request, context):
+        """The container that a process is in. NOT_FOUND where there is no such
+        process, or it is in none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Wait(self, request, context):
         """Waits for a container's main process; answers with its record, for an ended
         one at once. Cleanup may still go on then. Give it a deadline, or end the
@@ -239,6 +335,41 @@ def add_ContainerizerServiceServicer_to_server(servicer, server):
                     servicer.Kill,
                     request_deserializer=tightship_dot_v1_dot_containerizer__pb2.KillRequest.FromString,
                     response_serializer=tightship_dot_v1_dot_containerizer__pb2.KillResponse.SerializeToString,
+            ),
+            'KillAll': grpc.unary_unary_rpc_method_handler(
+                    servicer.KillAll,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.KillAllRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.KillAllResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.PauseRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.ResumeRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Update': grpc.unary_unary_rpc_method_handler(
+                    servicer.Update,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.UpdateRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.UpdateResponse.SerializeToString,
+            ),
+            'Stats': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stats,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.StatsRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.StatsResponse.SerializeToString,
+            ),
+            'ListProcesses': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListProcesses,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.ListProcessesRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.ListProcessesResponse.SerializeToString,
+            ),
+            'Detect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detect,
+                    request_deserializer=tightship_dot_v1_dot_containerizer__pb2.DetectRequest.FromString,
+                    response_serializer=tightship_dot_v1_dot_containerizer__pb2.DetectResponse.SerializeToString,
             ),
             'Wait': grpc.unary_unary_rpc_method_handler(
                     servicer.Wait,
@@ -412,6 +543,195 @@ class ContainerizerService:
             '/tightship.v1.ContainerizerService/Kill',
             tightship_dot_v1_dot_containerizer__pb2.KillRequest.SerializeToString,
             tightship_dot_v1_dot_containerizer__pb2.KillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KillAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/KillAll',
+            tightship_dot_v1_dot_containerizer__pb2.KillAllRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.KillAllResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/Pause',
+            tightship_dot_v1_dot_containerizer__pb2.PauseRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/Resume',
+            tightship_dot_v1_dot_containerizer__pb2.ResumeRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Update(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/Update',
+            tightship_dot_v1_dot_containerizer__pb2.UpdateRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.UpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/Stats',
+            tightship_dot_v1_dot_containerizer__pb2.StatsRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListProcesses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/ListProcesses',
+            tightship_dot_v1_dot_containerizer__pb2.ListProcessesRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.ListProcessesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tightship.v1.ContainerizerService/Detect',
+            tightship_dot_v1_dot_containerizer__pb2.DetectRequest.SerializeToString,
+            tightship_dot_v1_dot_containerizer__pb2.DetectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,6 +78,37 @@ class ContainerizerServiceStub:
     """Sends a signal to the main process of a container. FAILED_PRECONDITION
     (NO_PROCESS) where none runs; NOT_FOUND.
     """
+    KillAll: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.KillAllRequest, _containerizer_pb2.KillAllResponse]
+    """Sends a signal to every process of a container and of those below it;
+    answers when it is sent. NOT_FOUND.
+    """
+    Pause: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.PauseRequest, _containerizer_pb2.PauseResponse]
+    """Stops all processes of a container, and of those below it, where they are;
+    answers when the kernel says so. DEADLINE_EXCEEDED (PAUSE_TIMED_OUT) where
+    it does not within the budget: then it runs on. Pausing a paused one is no
+    error. Nothing can be launched in it meanwhile; it can be destroyed.
+    FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.ResumeRequest, _containerizer_pb2.ResumeResponse]
+    """Ends a pause. FAILED_PRECONDITION (PARENT_PAUSED) where one above is paused;
+    those below that were paused themselves stay so. NOT_FOUND.
+    """
+    Update: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.UpdateRequest, _containerizer_pb2.UpdateResponse]
+    """Changes the limits of a living container: all of what is asked, or, where
+    the kernel refuses a value, nothing: all have the values of before then.
+    INVALID_ARGUMENT (field, file, value, errno where the kernel refused),
+    UNIMPLEMENTED (FIELD_NOT_SUPPORTED; also for what can't be changed while it
+    lives: owner, filesystem, virtual_host, security, memory.eviction_priority),
+    FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+    """
+    Stats: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.StatsRequest, _containerizer_pb2.StatsResponse]
+    """What a container, with those below it, uses now, by its cgroups. NOT_FOUND."""
+    ListProcesses: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.ListProcessesRequest, _containerizer_pb2.ListProcessesResponse]
+    """Ids of the processes or threads of a container. NOT_FOUND."""
+    Detect: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.DetectRequest, _containerizer_pb2.DetectResponse]
+    """The container that a process is in. NOT_FOUND where there is no such
+    process, or it is in none.
+    """
     Wait: _grpc.UnaryUnaryMultiCallable[_containerizer_pb2.WaitRequest, _containerizer_pb2.WaitResponse]
     """Waits for a container's main process; answers with its record, for an ended
     one at once. Cleanup may still go on then. Give it a deadline, or end the
@@ -150,6 +181,37 @@ class ContainerizerServiceAsyncStub(ContainerizerServiceStub):
     Kill: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.KillRequest, _containerizer_pb2.KillResponse]  # type: ignore[assignment]
     """Sends a signal to the main process of a container. FAILED_PRECONDITION
     (NO_PROCESS) where none runs; NOT_FOUND.
+    """
+    KillAll: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.KillAllRequest, _containerizer_pb2.KillAllResponse]  # type: ignore[assignment]
+    """Sends a signal to every process of a container and of those below it;
+    answers when it is sent. NOT_FOUND.
+    """
+    Pause: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.PauseRequest, _containerizer_pb2.PauseResponse]  # type: ignore[assignment]
+    """Stops all processes of a container, and of those below it, where they are;
+    answers when the kernel says so. DEADLINE_EXCEEDED (PAUSE_TIMED_OUT) where
+    it does not within the budget: then it runs on. Pausing a paused one is no
+    error. Nothing can be launched in it meanwhile; it can be destroyed.
+    FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.ResumeRequest, _containerizer_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Ends a pause. FAILED_PRECONDITION (PARENT_PAUSED) where one above is paused;
+    those below that were paused themselves stay so. NOT_FOUND.
+    """
+    Update: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.UpdateRequest, _containerizer_pb2.UpdateResponse]  # type: ignore[assignment]
+    """Changes the limits of a living container: all of what is asked, or, where
+    the kernel refuses a value, nothing: all have the values of before then.
+    INVALID_ARGUMENT (field, file, value, errno where the kernel refused),
+    UNIMPLEMENTED (FIELD_NOT_SUPPORTED; also for what can't be changed while it
+    lives: owner, filesystem, virtual_host, security, memory.eviction_priority),
+    FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+    """
+    Stats: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.StatsRequest, _containerizer_pb2.StatsResponse]  # type: ignore[assignment]
+    """What a container, with those below it, uses now, by its cgroups. NOT_FOUND."""
+    ListProcesses: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.ListProcessesRequest, _containerizer_pb2.ListProcessesResponse]  # type: ignore[assignment]
+    """Ids of the processes or threads of a container. NOT_FOUND."""
+    Detect: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.DetectRequest, _containerizer_pb2.DetectResponse]  # type: ignore[assignment]
+    """The container that a process is in. NOT_FOUND where there is no such
+    process, or it is in none.
     """
     Wait: _aio.UnaryUnaryMultiCallable[_containerizer_pb2.WaitRequest, _containerizer_pb2.WaitResponse]  # type: ignore[assignment]
     """Waits for a container's main process; answers with its record, for an ended
@@ -250,6 +312,79 @@ class ContainerizerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_containerizer_pb2.KillResponse, _abc.Awaitable[_containerizer_pb2.KillResponse]]:
         """Sends a signal to the main process of a container. FAILED_PRECONDITION
         (NO_PROCESS) where none runs; NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def KillAll(
+        self,
+        request: _containerizer_pb2.KillAllRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.KillAllResponse, _abc.Awaitable[_containerizer_pb2.KillAllResponse]]:
+        """Sends a signal to every process of a container and of those below it;
+        answers when it is sent. NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _containerizer_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.PauseResponse, _abc.Awaitable[_containerizer_pb2.PauseResponse]]:
+        """Stops all processes of a container, and of those below it, where they are;
+        answers when the kernel says so. DEADLINE_EXCEEDED (PAUSE_TIMED_OUT) where
+        it does not within the budget: then it runs on. Pausing a paused one is no
+        error. Nothing can be launched in it meanwhile; it can be destroyed.
+        FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _containerizer_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.ResumeResponse, _abc.Awaitable[_containerizer_pb2.ResumeResponse]]:
+        """Ends a pause. FAILED_PRECONDITION (PARENT_PAUSED) where one above is paused;
+        those below that were paused themselves stay so. NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def Update(
+        self,
+        request: _containerizer_pb2.UpdateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.UpdateResponse, _abc.Awaitable[_containerizer_pb2.UpdateResponse]]:
+        """Changes the limits of a living container: all of what is asked, or, where
+        the kernel refuses a value, nothing: all have the values of before then.
+        INVALID_ARGUMENT (field, file, value, errno where the kernel refused),
+        UNIMPLEMENTED (FIELD_NOT_SUPPORTED; also for what can't be changed while it
+        lives: owner, filesystem, virtual_host, security, memory.eviction_priority),
+        FAILED_PRECONDITION (CLOSING); NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def Stats(
+        self,
+        request: _containerizer_pb2.StatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.StatsResponse, _abc.Awaitable[_containerizer_pb2.StatsResponse]]:
+        """What a container, with those below it, uses now, by its cgroups. NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def ListProcesses(
+        self,
+        request: _containerizer_pb2.ListProcessesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.ListProcessesResponse, _abc.Awaitable[_containerizer_pb2.ListProcessesResponse]]:
+        """Ids of the processes or threads of a container. NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def Detect(
+        self,
+        request: _containerizer_pb2.DetectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_containerizer_pb2.DetectResponse, _abc.Awaitable[_containerizer_pb2.DetectResponse]]:
+        """The container that a process is in. NOT_FOUND where there is no such
+        process, or it is in none.
         """
 
     @_abc_1.abstractmethod

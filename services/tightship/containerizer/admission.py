@@ -185,6 +185,10 @@ def check_parent(parts: Parts, name: str) -> None:
             raise ServiceError(
                 Code.FAILED_PRECONDITION, "PARENT_CLOSING", f"the parent {above} of {name} is closing", None, name=above
             )
+        if container.paused:
+            raise ServiceError(
+                Code.FAILED_PRECONDITION, "PARENT_PAUSED", f"{above} is paused: resume it first", None, name=above
+            )
         if container.state not in (pb.Container.CREATED, pb.Container.RUNNING):
             raise ServiceError(
                 Code.FAILED_PRECONDITION, "PARENT_NOT_READY", f"the parent {above} is still being made", 0.1, name=above

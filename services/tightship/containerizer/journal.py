@@ -82,7 +82,8 @@ class Live:
 
 @dataclass(slots=True)
 class Row:
-    """A living container, as the journal has it. The first group never changes and goes to the spawner as `meta`."""
+    """A living container, as the journal has it. The first group goes to the spawner as `meta`; of it only an update
+    changes something, which is written by `replan`."""
 
     id: str
     name: str
@@ -103,6 +104,8 @@ class Row:
     client: str = ""
     """Who made it; empty for the main door."""
     created: int = field(default_factory=time.time_ns)
+    updating: tuple[tuple[str, str], ...] = ()
+    """While its limits are changed: files with what they held before, in the order in which they are written."""
 
     phase: Phase = Phase.INTENDED
     reason: str = ""
@@ -111,10 +114,12 @@ class Row:
     """The Record, once the main process has ended."""
 
     def meta(self) -> str:
-        """What never changes, as JSON."""
+        """The first group, as JSON."""
         fixed = {name: getattr(self, name) for name in _FIXED}
         fixed["plan"] = plans.to_json(self.plan)
         fixed["spec"] = base64.b64encode(self.spec).decode()
+        if self.updating:
+            fixed["updating"] = self.updating
         return json.dumps(fixed, separators=(",", ":"))
 
     @classmethod
@@ -125,6 +130,7 @@ class Row:
         fixed["spec"] = base64.b64decode(fixed["spec"])
         fixed["kind"] = Kind(fixed["kind"])
         fixed["command"] = tuple(fixed["command"])
+        fixed["updating"] = tuple((str(file), str(value)) for file, value in fixed.get("updating", ()))
         return cls(**fixed)
 
 
@@ -186,6 +192,10 @@ class Journal:
             "UPDATE containers SET phase = ?, reason = ?, live = ?, record = ? WHERE id = ?",
             (row.phase, row.reason, _live_json(row.live), row.record, row.id),
         )
+
+    def replan(self, row: Row) -> None:
+        """Writes the first group anew: plan, spec, and what an update that is on has to put back."""
+        self._query("UPDATE containers SET meta = ? WHERE id = ?", (row.meta(), row.id))
 
     def times(self, identity: str) -> dict[str, tuple[int, int]]:
         """The times of steps that the row of a living container has."""

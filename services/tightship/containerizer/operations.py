@@ -35,6 +35,7 @@ from tightship.containerizer.spec import seconds
 from tightship.containerizer.steps import Interrupted, Undone
 from tightship.containerizer.switchboard_link import SwitchboardLink
 from tightship.containerizer.walk import Walk
+from tightship.kernel import freezer
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 
@@ -79,6 +80,10 @@ class Operation:
     """Traces of calls about it, for its next span."""
     launch_told = begun_told = False
     """What of its spans is sent."""
+    paused = False
+    """It itself was asked to stand still, and not only one above it."""
+    changing: asyncio.Task[Any] | None = None
+    """The update that is on."""
     settled = False
     """It has lived for a while: the times of its steps are on disk alone."""
 
@@ -144,8 +149,10 @@ class Operation:
         if self.closing:
             return pb.Container.CLOSING
         if self.row.kind is Kind.CREATE:
-            return pb.Container.CREATED if self.row.phase is Phase.COMMITTED else pb.Container.LAUNCHING
-        return pb.Container.RUNNING if self.started else pb.Container.LAUNCHING
+            ready = pb.Container.CREATED if self.row.phase is Phase.COMMITTED else pb.Container.LAUNCHING
+        else:
+            ready = pb.Container.RUNNING if self.started else pb.Container.LAUNCHING
+        return pb.Container.PAUSED if self.paused and ready != pb.Container.LAUNCHING else ready
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"operation {self.row.name}")
@@ -205,6 +212,7 @@ class Operation:
         self.cancel_step = ""
         self.started = True
         self.row.live.opened = self.row.kind is Kind.LAUNCH
+        self.paused = freezer.is_asked(self.parts.machine.tracker.path(self.row.name))
         self.changed()
 
     async def until(self, condition: Callable[[], object], timeout: float | None = None) -> bool:

@@ -47,7 +47,7 @@ def from_json(text: str) -> tuple[Step, ...]:
 def for_create(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str) -> tuple[Step, ...]:
     """Steps of a container without a process. Raises UNIMPLEMENTED or INVALID_ARGUMENT naming what
     this machine can't honour."""
-    return (*_directories(machine, name, mark), *_owner(machine, spec, name), *_limits(machine, spec, name), _COMMIT)
+    return (*_directories(machine, name, mark), *_owner(machine, spec, name), *limits(machine, spec, name), _COMMIT)
 
 
 def for_launch(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str, identity: str) -> tuple[Step, ...]:
@@ -55,7 +55,7 @@ def for_launch(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: 
     return (
         *_directories(machine, name, mark),
         *_owner(machine, spec, name),
-        *_limits(machine, spec, name),
+        *limits(machine, spec, name),
         Step("lease", "lease", identity),
         Step("spawn", "spawn", identity),
         _COMMIT,
@@ -91,7 +91,7 @@ def _owner(machine: Machine, spec: spec_pb2.ContainerSpec, name: str) -> list[St
     return [Step("chown", f"chown.{each.name}", each.path(name), f"{uid}:{gid}", field) for each in machine.hierarchies]
 
 
-def _limits(machine: Machine, spec: spec_pb2.ContainerSpec, name: str) -> list[Step]:
+def limits(machine: Machine, spec: spec_pb2.ContainerSpec, name: str) -> list[Step]:
     steps: list[Step] = []
 
     def limit(controller: str, field: str, file: str, value: int | str) -> None:

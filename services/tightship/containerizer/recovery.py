@@ -21,7 +21,7 @@ from typing import Any
 
 from tightship.common import logs
 from tightship.common.packets import Packet
-from tightship.containerizer import names, plan, steps
+from tightship.containerizer import names, plan, steps, updating
 from tightship.containerizer.apply import OPEN_TIMEOUT_S
 from tightship.containerizer.journal import Kind, Phase, Row
 from tightship.containerizer.operations import Operation, Parts
@@ -67,6 +67,7 @@ def begin(parts: Parts, operations: list[Operation], hello: Packet) -> list[asyn
 
 async def _recover(parts: Parts, operation: Operation, launch: Packet | None) -> None:
     row = operation.row
+    await updating.recover(operation)
     if row.kind is Kind.LAUNCH and row.phase is not Phase.INTENDED:
         if launch is None and row.live.pid and row.live.spawner != parts.spawner.identity:
             # The same spawner forgets only what was aborted at its gate, or acknowledged with its row gone.

@@ -11,16 +11,16 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, TypeAlias
-
-import grpc
+from typing import Any
 
 from tightship.common import rights
 from tightship.common.errors import Code, ServiceError, invalid
 from tightship.common.serving import Serving
-from tightship.common.telemetry import CallTrace, called, why_ended
+from tightship.common.telemetry import CallTrace, why_ended
 from tightship.containerizer import admission, audit, describe, listing, names, requests, spans, spec, story
+from tightship.containerizer.handlers import Context, check_visible, not_found, shutting_down
 from tightship.containerizer.journal import Ended, Kind
+from tightship.containerizer.living import Living
 from tightship.containerizer.operations import Operation, Parts
 from tightship.containerizer.recovery import marked
 from tightship.containerizer.spawner_link import OrderFailed
@@ -29,25 +29,23 @@ from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import containerizer_pb2_grpc
 from tightship.v1 import switchboard_pb2 as sb
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 # For clients of some names: these look at the caller's rights.
-SHARED = frozenset({"Launch", "Create", "Destroy", "Cleanup", "Kill", "Wait", "Get", "List", "Remove", "Trace"})
+SHARED = frozenset(
+    {
+        "Launch", "Create", "Destroy", "Cleanup", "Kill", "Wait", "Get", "List", "Remove", "Trace", "KillAll", "Pause",
+        "Resume", "Update", "Stats", "ListProcesses", "Detect",
+    }
+)  # fmt: skip
 
-_READY_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
 _RETRY_S = 2.0
 
 
-class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
+class Service(Living, containerizer_pb2_grpc.ContainerizerServiceServicer):
     """Handlers of ContainerizerService."""
 
     def __init__(self, parts: Parts, serving: Serving) -> None:
-        self._parts = parts
-        self._serving = serving
-        self.ready = asyncio.Event()
-        """Set when the spawner is there and recovery has begun."""
-        self.stopping = asyncio.Event()
+        super().__init__(parts, serving)
         self._audits = audit.Audits(parts)
         self._creating: dict[str, _Creating] = {}
         """By request id, the Creates that wait before their container is let in."""
@@ -258,17 +256,6 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             budget = self._budget(request, operation, context)
             return pb.DestroyResponse(cleanup=await self._destroy(operation, "destroy", budget))
 
-    def _check_made(self, operation: Operation) -> None:
-        """Raises PERMISSION_DENIED for a caller of some names who did not make it and all below: limits that others
-        have set hold him too, then."""
-        caller = rights.current()
-        if caller.whole:
-            return
-        for each in (operation, *self._parts.registry.below(operation.row.name)):
-            if each.row.client == caller.client or each.row.kind is Kind.CLEANUP:  # of a residue, which nobody made
-                continue
-            raise caller.made_by_another(each.row.name, "may not end it")
-
     def _check_unused(self, operation: Operation) -> None:
         name = operation.row.name
         children = self._parts.registry.children(name)
@@ -385,7 +372,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             finally:
                 stopping.cancel()
             if operation.record is None:
-                raise _shutting_down()
+                raise shutting_down()
             return pb.WaitResponse(record=operation.record)
 
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
@@ -408,7 +395,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             name, operation = self._find(request.name)
             record = self._parts.journal.find_record(name)
             if record is not None:
-                _check_visible(record.name, name)
+                check_visible(record.name, name)
             caller = rights.current()
             gone = self._parts.journal.remove_records(name, "" if caller.whole else caller.client)
             if not gone:
@@ -418,7 +405,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
                     raise ServiceError(
                         Code.FAILED_PRECONDITION, "LIVING", f"{name} has not ended; destroy it first", None, name=name
                     )
-                raise _not_found(name)
+                raise not_found(name)
             for lease in gone:
                 self._parts.switchboard.forget(lease)
             return pb.RemoveResponse(records=len(gone))
@@ -434,61 +421,11 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
 
     # What handlers share.
 
-    @contextlib.asynccontextmanager
-    async def _call(self, context: Context, method: str, request: Any) -> AsyncIterator[CallTrace]:
-        """Around a handler: errors to statuses, and the call's span; gives the latter."""
-        tracer = self._parts.tracer
-        async with self._serving.guard(context, request):
-            if not tracer.enabled:
-                requests.known(request)
-                yield CallTrace()
-                return
-            parent = tracer.traceparent_of(context.invocation_metadata())
-            async with called(tracer, context, f"ContainerizerService/{method}", parent) as call:
-                requests.known(request)
-                yield call
-
-    async def _mutating(self) -> None:
-        """Raises UNAVAILABLE where nothing may be changed now."""
-        self._parts.registry.finish()
-        if self.stopping.is_set():
-            raise _shutting_down()
-        if not self.ready.is_set():
-            try:
-                await asyncio.wait_for(self.ready.wait(), _READY_TIMEOUT_S)
-            except TimeoutError:
-                raise ServiceError(Code.UNAVAILABLE, "SPAWNER_AWAY", "the spawner can't be reached", 1.0) from None
-
-    def _name_or_id(self, text: str) -> str:
-        if text and not text.startswith("/"):
-            if len(text) == 16 and all(char in "0123456789abcdef" for char in text):
-                return text
-            raise invalid("name", f"{text[:80]!r} is neither an absolute name nor an id", "BAD_NAME")
-        return names.container(text)
-
-    def _find(self, text: str) -> tuple[str, Operation | None]:
-        """The name or id, and what lives of it. Raises NOT_FOUND for what the caller may not see."""
-        name = self._name_or_id(text)
-        operation = self._parts.registry.find(name)
-        seen = operation.row.name if operation is not None else name
-        if seen.startswith("/"):
-            _check_visible(seen, name)
-        return name, operation
-
-    def _living(self, text: str) -> Operation:
-        """Raises NOT_FOUND, or UNAVAILABLE under recovery."""
-        name, operation = self._find(text)
-        if operation is None:
-            raise _not_found(name)
-        if operation.recovering:
-            raise admission.recovering(operation.row.name)
-        return operation
-
     def _record(self, name: str) -> Ended:
         record = self._parts.journal.find_record(name)
         if record is None:
-            raise _not_found(name)
-        _check_visible(record.name, name)
+            raise not_found(name)
+        check_visible(record.name, name)
         return record
 
     def _story(self, text: str) -> story.Story:
@@ -498,7 +435,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             name, operation = self._find(text)
             kept = None if operation is not None else journal.find_story(name)
             if kept is not None:
-                _check_visible(kept[0], name)
+                check_visible(kept[0], name)
         else:
             name = "that has begun yet"
             registry.finish()
@@ -515,7 +452,7 @@ class Service(containerizer_pb2_grpc.ContainerizerServiceServicer):
             return story.of(operation, times)
         told = story.from_json(kept[1]) if kept is not None else None
         if told is None:
-            raise _not_found(name)
+            raise not_found(name)
         return told
 
     def _budget(
@@ -534,12 +471,6 @@ class _Creating:
     def __init__(self, request_hash: str) -> None:
         self.hash = request_hash
         self.over = asyncio.Event()
-
-
-def _check_visible(name: str, asked: str) -> None:
-    """Raises NOT_FOUND where the container `name` is none of the caller's business; `asked` is what it said."""
-    if rights.current().hides(name):
-        raise _not_found(asked)
 
 
 def _check_whole() -> None:
@@ -604,11 +535,3 @@ def _foreign(parts: Parts, name: str) -> list[str]:
     """Directories of the name that are not ours and stay."""
     paths = [each.path(name) for each in parts.machine.hierarchies]
     return [f"cgroup {path}: not made by us" for path in paths if os.path.isdir(path)]
-
-
-def _not_found(name: str) -> ServiceError:
-    return ServiceError(Code.NOT_FOUND, "NOT_FOUND", f"no container {name}", None, name=name)
-
-
-def _shutting_down() -> ServiceError:
-    return ServiceError(Code.UNAVAILABLE, "SHUTTING_DOWN", "the containerizer is shutting down", 1.0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tightship.common import failpoints
 from tightship.common.errors import ServiceError, errno_name
-from tightship.containerizer import steps
+from tightship.containerizer import names, steps
 from tightship.containerizer.journal import Kind
 from tightship.containerizer.plan import Step
 from tightship.containerizer.spawner_link import OrderFailed
@@ -155,7 +155,9 @@ class Walk:
         grace = seconds(life.grace) if life.HasField("grace") else op.parts.settings.grace
         grace = min(grace, self.budget / 2)
         is_init = op.spec.HasField("virtual_host")
-        if grace and not (is_init and not process.catches(op.row.live.pid, number)):
+        above = map(op.parts.registry.named, names.lineage(op.row.name))
+        still = op.paused or any(each is not None and each.paused for each in above)
+        if grace and not still and not (is_init and not process.catches(op.row.live.pid, number)):
             op.parts.spawner.tell("SIGNAL", launch=launch, signal=number)
             if await op.until(lambda: op.exit, min(grace, self._remaining())):
                 op.done.killed.add(op.row.live.pid)

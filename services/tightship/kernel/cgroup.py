@@ -149,10 +149,13 @@ def _read_page(path: str) -> bytes:
         os.close(fd)
 
 
-def processes(path: str) -> list[int]:
-    """Pids in this cgroup alone; empty when it is gone. Those of another pid namespace read 0."""
+def processes(path: str, *, threads: bool = False) -> list[int]:
+    """Pids, or ids of threads, in this cgroup alone; empty when it is gone. Those of another pid namespace read 0."""
+    name = "cgroup.procs" if not threads else "cgroup.threads"
+    if threads and not os.path.exists(os.path.join(path, name)):
+        name = "tasks"
     try:
-        return [int(word) for word in read(os.path.join(path, "cgroup.procs")).split()]
+        return [int(word) for word in read(os.path.join(path, name)).split()]
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENODEV):
             return []
@@ -214,6 +217,41 @@ def kill(path: str, spare: Callable[[str], bool] = _none) -> set[int]:
         for each in places:
             _kill_frozen(each)
     return listed
+
+
+def signal_all(path: str, number: int) -> int:
+    """Signals every process in the cgroup and below, once, by pidfd; how many there were. Raises OSError."""
+    if number == signal.SIGKILL:
+        return len(kill(path))
+    count = 0
+    for each in tree(path):
+        for pid in processes(each):
+            with contextlib.suppress(ProcessLookupError):
+                held = os.pidfd_open(pid)
+                try:
+                    # Listed still, so it is that process and not another of its number.
+                    if pid in processes(each):
+                        signal.pidfd_send_signal(held, number)
+                        count += 1
+                finally:
+                    os.close(held)
+    return count
+
+
+def of_process(pid: int, base: str) -> str | None:
+    """The directory at or below `base` that the process is in, or None. Raises OSError where there is no process."""
+    where = read(f"/proc/{pid}/cgroup").splitlines()
+    mount = next((each.path for each in mounts() if base.startswith(each.path + "/")), None)
+    if mount is None:
+        return None
+    tail = base.removeprefix(mount)
+    for line in where:
+        inside = line.split(":", 2)[2]
+        # A namespace of cgroups, or a bind mount, may hide what is above.
+        at = (inside + "/").find(tail + "/")
+        if at >= 0 and os.path.isdir(found := mount + inside[at:]):
+            return found
+    return None
 
 
 @dataclass(slots=True)

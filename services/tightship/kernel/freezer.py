@@ -1,0 +1,48 @@
+"""Stopping and going on with all processes of a cgroup and those below it: cgroup.freeze of v2, freezer.state of v1.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst, "cgroup.freeze" and "frozen" of cgroup.events; cgroup-v1/freezer-
+subsystem.rst.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from tightship.kernel import cgroup
+
+
+def freeze(path: str) -> None:
+    """Asks for it; `is_frozen` tells when it has come. Raises OSError, ENOENT where the hierarchy has no freezer."""
+    _write(path, "1", "FROZEN")
+
+
+def thaw(path: str) -> None:
+    """Raises like `freeze`."""
+    _write(path, "0", "THAWED")
+
+
+def is_frozen(path: str) -> bool:
+    """Whether all of it stands still. Raises OSError."""
+    if _has_v1(path):
+        return cgroup.read(os.path.join(path, "freezer.state")) == "FROZEN"
+    return cgroup.keyed(os.path.join(path, "cgroup.events"), "frozen") == 1
+
+
+def is_asked(path: str) -> bool:
+    """Whether it was asked for this cgroup itself, and not only for one above. False where it is gone."""
+    name = "freezer.self_freezing" if _has_v1(path) else "cgroup.freeze"
+    with contextlib.suppress(OSError):
+        return cgroup.read(os.path.join(path, name)) == "1"
+    return False
+
+
+def _write(path: str, v2: str, v1: str) -> None:
+    if _has_v1(path):
+        cgroup.write(os.path.join(path, "freezer.state"), v1)
+    else:
+        cgroup.write(os.path.join(path, "cgroup.freeze"), v2)
+
+
+def _has_v1(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "freezer.state"))
