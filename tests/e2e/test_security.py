@@ -511,6 +511,23 @@ def test_what_others_made_on_its_names_a_client_can_not_end(guarded: Guarded, no
     assert "code" not in nobody.ask("unary", guarded.door, "Destroy", {"name": "/ci/own"})
 
 
+def test_in_what_others_made_a_client_runs_nothing(guarded: Guarded, nobody: Stranger) -> None:
+    denied = {"code": "PERMISSION_DENIED", "reason": "MADE_BY_ANOTHER"}
+    guarded.pair.calls.detach(["/bin/sleep", "100"], "/ci/theirs", "virtual_host { }")
+    try:
+        assert nobody.ask("run", guarded.door, ["/bin/true"], "/ci/theirs/below") == denied
+        for verb, more in (("Pause", {}), ("Resume", {}), ("KillAll", {}), ("Update", {"mode": 2})):
+            assert nobody.ask("unary", guarded.door, verb, {"name": "/ci/theirs", **more}) == denied, verb
+        for verb in ("Pause", "Resume", "KillAll", "Stats", "ListProcesses"):
+            hidden = nobody.ask("unary", guarded.door, verb, {"name": "/far"})
+            assert hidden == {"code": "NOT_FOUND", "reason": "NOT_FOUND"}, verb
+        assert "code" not in nobody.ask("unary", guarded.door, "Stats", {"name": "/ci/theirs"})
+        found = nobody.ask("unary", guarded.door, "Detect", {"pid": os.getpid()})
+        assert found["code"] == "NOT_FOUND"
+    finally:
+        guarded.pair.calls.destroy("/ci/theirs")
+
+
 def test_everything_for_everybody_on_the_host_is_warned_of() -> None:
     pair = Pair()
     loopback = {"TIGHTSHIP_CONTAINERIZER_LISTEN": "127.0.0.1:0", "TIGHTSHIP_INSECURE_LOOPBACK": "1"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -43,12 +44,14 @@ class Surrounding:
     __slots__ = ("_flags", "_in_ours", "pidfd")
 
     def __init__(self, pid: int, pidfd: int) -> None:
-        """`pid` can't be another's by now: the process is our child, or the pidfd is asked afterwards. OSError."""
+        """Raises OSError, ENOENT or ESRCH where it has ended."""
         self.pidfd = os.dup(pidfd)
         try:
             differing = (flag for kind, flag in _KINDS.items() if _namespace(pid, kind) != _namespace("self", kind))
             self._flags = sum(differing)
             self._in_ours = _namespace(pid, "pid") == _namespace("self", "pid")
+            # Alive still, so that was its /proc, and not that of another of its number.
+            signal.pidfd_send_signal(self.pidfd, 0)
         except BaseException:
             self.close()
             raise

@@ -68,6 +68,7 @@ _AT_EMPTY_PATH = 0x1000
 _AT_RECURSIVE = 0x8000
 _O_PATH = 0x200000
 _RESOLVE_NO_MAGICLINKS = 0x2
+_RESOLVE_NO_SYMLINKS = 0x04
 _OPEN_HOW = struct.Struct("=3Q")
 _PATH_MAX = 4096
 
@@ -128,8 +129,12 @@ def confine(calls: Calls, root: str | None, binds: tuple[Bind, ...], descriptors
 
 
 def replace_null(calls: Calls, stage: str, number: int, descriptors: Descriptors) -> None:
-    """Puts the confined child's own /dev/null in the place of the host's: by that one a root could change its mode."""
-    calls.add(stage, "openat", _AT_FDCWD, b"/dev/null\0", os.O_RDWR | os.O_CLOEXEC)
+    """Puts the confined child's own /dev/null in the place of the host's: by that one a root could change its mode.
+
+    A root inside may have made something else of it by now, but nothing that leads elsewhere.
+    """
+    how = _OPEN_HOW.pack(os.O_RDWR | os.O_CLOEXEC, 0, _RESOLVE_NO_SYMLINKS)
+    calls.add(stage, "openat2", _AT_FDCWD, b"/dev/null\0", how, len(how))
     opened = descriptors.take()
     calls.add(stage, "dup3", opened, number, 0)
     descriptors.close(calls, stage, opened)

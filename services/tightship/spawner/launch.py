@@ -292,7 +292,7 @@ class Launch(Contained):
             raise OrderError("enter", errno.ESRCH, "the process whose namespaces were to be entered has ended")
         try:
             return namespaces.Surrounding(target.pid, target.pidfd)
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             raise OrderError("enter", errno.ESRCH, "the process whose namespaces were to be entered ends") from None
 
     def _clone(self, order: LaunchOrder) -> None:
