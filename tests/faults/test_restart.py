@@ -17,6 +17,7 @@ import pytest
 from tests.harness.calls import FULL_SPEC, code, fresh_name, info
 from tests.harness.pair import ROOT, SERVICES, Pair, Service
 from tests.harness.waiting import Answer, until
+from tightship.switchboard.pumps import unread
 from tightship.v1 import containerizer_pb2 as cpb
 from tightship.v1 import switchboard_pb2 as spb
 
@@ -114,6 +115,42 @@ def test_nsjail_69_containers_outlive_the_containerizer(faulty: Pair, tmp_path: 
     assert (record.reason, record.signal) == (cpb.Record.SIGNALLED, signal.SIGKILL)
     calls.destroy(created)
     faulty.settle(before)
+
+
+@pytest.mark.timeout(180)
+def test_fifty_containers_outlive_the_containerizer_with_their_exits(faulty: Pair, tmp_path: Path) -> None:
+    calls = faulty.calls
+    before = faulty.census()
+    early, late = tmp_path / "early", tmp_path / "late"
+    launched = {}
+    for fifo, codes in ((early, range(10, 35)), (late, range(40, 65))):
+        os.mkfifo(fifo)
+        for number in codes:
+            script = f"read -r line < {fifo} && exit {number}"
+            launched[number] = calls.detach(["/bin/sh", "-c", script], fresh_name("fifty"))
+    pid = faulty.pid("containerizer")
+    faulty.kill("containerizer")
+    _let_go(early, 25)  # some of them while nobody looks
+    faulty.await_ready()
+    assert faulty.pid("containerizer") != pid
+    living = calls.living()
+    assert {living[launched[number].name].pid for number in range(40, 65)} == {
+        launched[number].pid for number in range(40, 65)
+    }
+    _let_go(late, 25)
+    for number, started in launched.items():
+        record = calls.wait(started.id)
+        assert (record.reason, record.exit_code) == (cpb.Record.EXITED, number)
+    faulty.settle(before)
+
+
+def _let_go(fifo: Path, readers: int) -> None:
+    fd = os.open(fifo, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.write(fd, b"\n" * readers)  # a byte each: they can not mix
+        until(lambda: unread(fd) == 0, "all have read their line")
+    finally:
+        os.close(fd)
 
 
 def test_an_attached_launch_ends_with_the_containerizer_it_was_attached_to(faulty: Pair) -> None:
