@@ -55,9 +55,9 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     _check_room(parts, name, caller)
     exec_in = names.parent(name) if request.exec else ""
     entered = Entered(parts, name, caller, exec_in=exec_in)
-    entered.check(given)
     if entered.confining is None:
         given = isolation.with_user(given, caller)
+    entered.check(given)
     isolated = _isolated(parts, given, entered)
     machine = parts.machine
     row = Row(
