@@ -254,7 +254,7 @@ def test_modes_and_states_of_an_update(pair: Pair, name: str) -> None:
 
 def test_statistics_are_the_kernels(pair: Pair, name: str) -> None:
     calls = pair.calls
-    calls.detach(BUSY, name, SPEC)
+    calls.detach(BUSY, name, SPEC.replace("max_limit: 500", "max_limit: 20"))
     until(lambda: stats(calls, name).cpu.throttled_periods > 0, "it is throttled")
     found = stats(calls, name)
     assert found.memory.limit == 67108864

@@ -33,7 +33,9 @@ async def client(own_pair: Pair) -> AsyncIterator[AsyncClient]:
     with own_pair.unchanged(timeout_s=20):
         async with AsyncClient(str(own_pair.run_dir), patience_s=10.0) as made:
             yield made
-        gc.collect()  # a failed call of grpc.aio is a cycle, and keeps its connection until then
+        for _ in range(10):
+            gc.collect()  # a failed call of grpc.aio is a cycle, and keeps its connection until then
+            await asyncio.sleep(0.05)
 
 
 def _whole(lines: list[bytes], upto: int) -> bool:
