@@ -1,4 +1,4 @@
-"""The sweep: every failpoint of Launch, an exec, Create and Destroy with every fault, and nothing may be left.
+"""The sweep: every failpoint of Launch, an exec, Create, Destroy, Update and Pause with every fault, nothing left.
 
 A case holds one operation at one failpoint and then does one thing to it: an errno, the client's cancel or deadline, or
 SIGKILL of the client or of a service. After recovery the tests' own census must be as before, the name free, and a
@@ -29,12 +29,15 @@ from tests.harness.calls import FULL_SPEC, fresh_name
 from tests.harness.pair import ROOT, Pair, Service
 from tests.harness.waiting import Answer, until
 from tightship.v1 import containerizer_pb2 as cpb
+from tightship.v1 import spec_pb2
 
 CLIENT_FAULTS = ("cancel", "deadline", "kill client")
 FAULTS = ("errno", *CLIENT_FAULTS, "kill containerizer", "kill spawner", "kill switchboard")
 # The command of a launch that ends by itself; of one that a cancel or a Destroy ends.
 QUICK = ["/bin/true"]
 LASTING = ["/bin/sleep", "600"]
+# What these are done to is there before, and afterwards.
+CHANGES = ("update", "pause")
 # Create and an exec refuse virtual_host.
 CREATE_SPEC = FULL_SPEC.split(" virtual_host")[0]
 
@@ -58,7 +61,7 @@ class Case:
     @property
     def undoing(self) -> bool:
         """At this point the operation is past what a cancel ends: the hold is released by the sweep."""
-        return self.operation == "destroy" or self.point.startswith(
+        return self.operation in ("destroy", "update") or self.point.startswith(
             ("containerizer.undo", "spawner.reap", "switchboard.exit", "switchboard.close")
         )
 
@@ -92,6 +95,7 @@ class Sweeper:
         os.mkfifo(self._fifo)
         self._line = os.open(self._fifo, os.O_RDWR | os.O_CLOEXEC)
         self._lines = 0
+        self._held: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._pair.start()
@@ -117,8 +121,7 @@ class Sweeper:
         pair = self._pair
         pair.points.clear()
         name = fresh_name("sweep")
-        if case.operation == "destroy":
-            pair.calls.detach(LASTING, name, FULL_SPEC)
+        self._prepare(case.operation, name)
         pair.points.arm(case.point, "errno EIO" if case.fault == "errno" else "wait")
         try:
             answered = self._inflict(case, name)
@@ -126,6 +129,7 @@ class Sweeper:
             pair.points.disarm(case.point)
         self._await_recovery()
         self._check_create(case, name, answered)
+        self._check_changed(case, name, answered)
         self._check_bystander(streams=case.fault != "kill switchboard")
         self._settle()
         assert pair.calls.run(QUICK, name, FULL_SPEC).code == 0, "the name is not free"
@@ -136,17 +140,38 @@ class Sweeper:
         pair = self._pair
         pair.points.clear()
         name = fresh_name("plain")
-        if operation == "destroy":
-            pair.calls.detach(LASTING, name, FULL_SPEC)
+        self._prepare(operation, name)
         pair.points.arm("_all", "hit")
         self._call(operation, name, QUICK, None).result()
-        self._settle(but=name if operation == "create" else None)
+        if operation not in CHANGES:
+            self._settle(but=name if operation == "create" else None)
         hits = pair.points.hits()
         pair.points.clear()
-        if operation == "create":
+        if operation in ("create", *CHANGES):
             pair.calls.destroy(name)
         self._settle()
         return hits - {"_all"}
+
+    def _prepare(self, operation: str, name: str) -> None:
+        """What it is done to."""
+        if operation in ("destroy", "pause"):
+            self._pair.calls.detach(LASTING, name, FULL_SPEC)
+        elif operation == "update":
+            self._pair.calls.create(name, CREATE_SPEC)
+            files = [each.file for each in self._pair.calls.get(name).in_force]
+            self._held = {file: Path(file).read_text() for file in files}
+
+    def _frozen(self, name: str) -> bool:
+        """By the files of the tracker, whichever that is."""
+        for tree, file, asked in (
+            ("unified", "cgroup.freeze", "1"),
+            ("", "cgroup.freeze", "1"),
+            ("freezer", "freezer.state", "FROZEN"),
+        ):
+            where = Path("/sys/fs/cgroup", tree, "tightship", self._pair.instance, name.lstrip("/"), file)
+            if where.exists():
+                return where.read_text().strip() == asked
+        raise AssertionError("no freezer")
 
     # A case, step by step
 
@@ -165,7 +190,9 @@ class Sweeper:
             match case.fault:
                 case "errno":
                     assert call.arrived(_RECOVERY_S), "no answer"
-                    assert case.undoing or call.failed, "an errno was taken for success"
+                    assert call.failed or (case.undoing and case.operation != "update"), (
+                        "an errno was taken for success"
+                    )
                     return not call.failed
                 case "cancel":
                     call.cancel()
@@ -179,6 +206,8 @@ class Sweeper:
             answered = not call.failed
         if case.undoing:
             pair.points.disarm(case.point)
+        elif case.operation == "pause" and case.fault in CLIENT_FAULTS:
+            until(lambda: pair.calls.get(name).state == cpb.Container.RUNNING, "it runs on", _RECOVERY_S)
         elif case.fault in CLIENT_FAULTS:
             # Still armed: what is held must end by itself.
             self._settle(but=name if case.operation == "create" and _committed(case.point) else None)
@@ -201,6 +230,12 @@ class Sweeper:
             case "destroy":
                 destroy = cpb.DestroyRequest(name=name, force=True)
                 return _Call(calls.containerizer.Destroy.future(destroy, timeout=timeout), lambda call: call.result())
+            case "update":
+                update = cpb.UpdateRequest(name=name, mode=cpb.UpdateRequest.REPLACE)
+                return _Call(calls.containerizer.Update.future(update, timeout=timeout), lambda call: call.result())
+            case "pause":
+                pause = cpb.PauseRequest(name=name)
+                return _Call(calls.containerizer.Pause.future(pause, timeout=timeout), lambda call: call.result())
         raise ValueError(operation)
 
     def _await_recovery(self) -> None:
@@ -231,6 +266,30 @@ class Sweeper:
             in_force = self._pair.calls.get(name).in_force
             assert {one.field for one in in_force} >= {"cpu.limit", "memory.limit", "tasks.limit"}
             self._pair.calls.destroy(name)
+
+    def _check_changed(self, case: Case, name: str, answered: bool) -> None:
+        """An update or a pause came whole, or not at all; afterwards the container is destroyed."""
+        calls = self._pair.calls
+        if case.operation == "update":
+            # One that changes nothing comes after the one that may go on still.
+            calls.containerizer.Update(cpb.UpdateRequest(name=name, mode=cpb.UpdateRequest.DIFF), timeout=_RECOVERY_S)
+            taken = calls.get(name).spec == spec_pb2.ContainerSpec()
+            now = {file: Path(file).read_text() for file in self._held}
+            lifted = {file for file in now if now[file] != self._held[file]}
+            assert not lifted or taken, f"changed though it was not taken: {lifted}"
+            # The period is the kernel's default.
+            kept = {os.path.basename(file) for file in now.keys() - lifted}
+            assert not taken or kept <= {"cpu.cfs_period_us"}, f"taken, but as before: {kept}"
+            assert taken or not answered
+            assert not (taken and case.fault == "errno")
+        if case.operation == "pause":
+            state = calls.get(name).state
+            frozen = self._frozen(name)
+            assert frozen == (state == cpb.Container.PAUSED), f"{state}, but frozen: {frozen}"
+            assert frozen or not answered
+            assert not (frozen and case.fault == "errno")
+        if case.operation in CHANGES:
+            calls.destroy(name)
 
     def _check_bystander(self, streams: bool) -> None:
         living = self._pair.calls.living().get(self._bystander.name)

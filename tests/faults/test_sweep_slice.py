@@ -21,7 +21,7 @@ def generated() -> points.Generated:
     return points.generated()
 
 
-@pytest.mark.parametrize("operation", ["launch", "exec", "create", "destroy"])
+@pytest.mark.parametrize("operation", ["launch", "exec", "create", "destroy", "update", "pause"])
 def test_the_points_of_a_plain_operation_are_exactly_the_generated_ones(
     sweeper: Sweeper, generated: points.Generated, operation: str
 ) -> None:

@@ -9,6 +9,7 @@ import grpc
 
 from tests.harness.calls import Calls
 from tests.harness.pair import CHANNEL_OPTIONS
+from tightship.v1 import containerizer_pb2 as cpb
 
 
 def main() -> None:
@@ -34,6 +35,10 @@ def main() -> None:
             calls.create(name, spec)
         case "destroy":
             calls.destroy(name)
+        case "update":
+            calls.containerizer.Update(cpb.UpdateRequest(name=name, mode=cpb.UpdateRequest.REPLACE))
+        case "pause":
+            calls.containerizer.Pause(cpb.PauseRequest(name=name))
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def _lock(run: RunDir) -> None:
 @click.option("--spec", "text", default=_LISTED_SPEC, show_default=True, help="Spec of the container.")
 @click.option("--json", "as_json", is_flag=True, help="An object of lists, by operation.")
 def list_failpoints(operation: failpoint_names.Operation | None, text: str, as_json: bool) -> None:
-    """Prints the failpoints that a launch, a create and a destroy reach on this machine."""
+    """Prints the failpoints that operations reach on this machine."""
     try:
         given = spec.parse(pb.SpecInput(text=text))
         found = machine.look(secrets.token_hex(4))
