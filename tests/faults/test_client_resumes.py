@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.pair import Pair, Service
-from tightship.client import AsyncClient, DeadlineExceeded, TightshipError, Unavailable
+from tightship.client import AsyncClient, Client, DeadlineExceeded, TightshipError, Unavailable
 from tightship.client.channel import OPTIONS as CLIENT
 from tightship.common.serving import OPTIONS as SERVER
 from tightship.v1 import containerizer_pb2 as cpb
@@ -194,3 +194,21 @@ async def test_a_service_that_is_silent_is_noticed(own_pair: Pair) -> None:
 def test_the_client_pings_no_faster_than_the_service_takes() -> None:
     """Else it would end the connection, with all the calls on it."""
     assert dict(CLIENT)["grpc.keepalive_time_ms"] > dict(SERVER)["grpc.http2.min_recv_ping_interval_without_data_ms"]
+
+
+async def test_a_create_that_is_told_twice_is_one(own_pair: Pair, client: AsyncClient) -> None:
+    """By the caller's own request id, from either client, also over a restart between the two."""
+    first = await client.create("/told", request_id="told-twice")
+
+    def again() -> object:
+        with Client(str(own_pair.run_dir), patience_s=10.0) as blocking:
+            return blocking.create("/told", request_id="told-twice")
+
+    assert await asyncio.to_thread(again) == first
+    await asyncio.to_thread(own_pair.kill, "containerizer", signal.SIGKILL)
+    await asyncio.to_thread(own_pair.await_ready)
+    assert await client.create("/told", request_id="told-twice") == first
+    with pytest.raises(TightshipError) as refused:
+        await client.create("/other", request_id="told-twice")
+    assert refused.value.reason == "REQUEST_ID_REUSED"
+    await client.destroy("/told")
