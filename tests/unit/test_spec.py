@@ -74,13 +74,9 @@ def test_values_out_of_range_are_named(text: str, field: str) -> None:
 @pytest.mark.parametrize(
     ("text", "field"),
     [
-        ("memory { max_limit: 1 }", "memory.max_limit"),
         ("memory { dirty { ratio: 1 } }", "memory.dirty"),
-        ("blockio { }", "blockio"),
-        ("device { restrictions_set { } }", "device"),
         ("memory { tmpfs { path: '/x' } }", "memory.tmpfs"),
         ("virtual_host { init { init_argv: 'x' } }", "virtual_host.init"),
-        ("monitoring { enable_perf_counters: false }", "monitoring"),
         ("cpu { scheduling_latency: PREMIER }", "cpu.scheduling_latency"),
     ],
 )

@@ -219,7 +219,7 @@ def _sweep(path: Path, deadline: float) -> list[str]:
             return []
         found = machine.look(run.instance())
         left: dict[str, str] = {}
-        for hierarchy in found.hierarchies:
+        for hierarchy in found.trees:
             left.update(cgroup.remove(hierarchy.base, deadline).left)
         machine.leave(found)
         if not left:

@@ -60,11 +60,13 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     entered.check(given)
     isolated = _isolated(parts, given, entered)
     machine = parts.machine
+    mark = steps.mark(machine.instance, identity, name)
+    made = plan.for_launch(machine, given, name, mark, identity, above=_optional_above(parts, name))
     row = Row(
         id=identity,
         name=name,
         kind=Kind.LAUNCH,
-        plan=plan.for_launch(machine, given, name, steps.mark(machine.instance, identity, name), identity),
+        plan=made,
         spec=given.SerializeToString(),
         labels=dict(request.labels),
         command=shown(request.command),
@@ -99,8 +101,12 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
         "env": list(request.env),
         "cwd": request.cwd or "/",
         "umask": request.umask if request.HasField("umask") else 0o022,
-        "cgroup_v2": tracker.path(name) if tracker.version == 2 else None,
-        "tasks_files": [f"{each.path(name)}/tasks" for each in machine.hierarchies if each.version == 1],
+        "cgroup_v2": tracker.inside(name) if tracker.version == 2 else None,
+        "tasks_files": [
+            f"{each.path(name)}/tasks"
+            for each in (*machine.hierarchies, *plan.optional_of(machine, made))
+            if each.version == 1
+        ],
         "namespaces": [*spaces, "net"] if host is not None and host.HasField("network") else spaces,
         "hostname": "" if host is None else host.virtual_hostname,
         "oom_score_adj": _oom_score_adj(parts, name, given),
@@ -125,7 +131,9 @@ def create(
         id=identity,
         name=name,
         kind=Kind.CREATE,
-        plan=plan.for_create(machine, given, name, steps.mark(machine.instance, identity, name)),
+        plan=plan.for_create(
+            machine, given, name, steps.mark(machine.instance, identity, name), above=_optional_above(parts, name)
+        ),
         spec=given.SerializeToString(),
         labels=dict(request.labels) if whole else {},
         request_id=request.request_id if whole else "",
@@ -140,7 +148,7 @@ def create(
 
 def cleanup(parts: Parts, name: str, trace: CallTrace) -> Operation | None:
     """The undo of whatever is left of a name that no container has; None where nothing is. Raises ServiceError."""
-    paths = [each.path(name) for each in parts.machine.hierarchies]
+    paths = [each.path(name) for each in parts.machine.trees]
     if not any(os.path.isdir(path) for path in paths):
         return None
     found = {identity for path in paths if (identity := steps.identity_of(path)) is not None}
@@ -158,6 +166,14 @@ def cleanup(parts: Parts, name: str, trace: CallTrace) -> Operation | None:
     operation = _intend(parts, row, None)
     operation.asked = "cleanup"
     return operation
+
+
+def _optional_above(parts: Parts, name: str) -> frozenset[str]:
+    """Names of the optional hierarchies that the parent is in."""
+    above = parts.registry.named(name[: name.rindex("/")]) if name.count("/") > 1 else None
+    if above is None:
+        return frozenset()
+    return frozenset(each.name for each in plan.optional_of(parts.machine, above.row.plan))
 
 
 def owner(instance: str) -> str:

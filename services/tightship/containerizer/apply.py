@@ -93,7 +93,9 @@ class Apply:
         op = self._op
         if op.row.kind is not Kind.LAUNCH or error.metadata.get("errno") not in refusals.STARVED:
             return error
-        limit = next((step for step in op.row.plan if step.field == "memory.limit" and step.value != "-1"), None)
+        limit = next(
+            (step for step in op.row.plan if step.field == "memory.limit" and step.value not in ("-1", "max")), None
+        )
         killed = records.read_counters(op.parts.machine, op.row.name).oom_kills
         return refusals.of_memory(limit, error) if killed or (limit and limit.value == "0") else error
 

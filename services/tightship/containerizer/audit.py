@@ -121,7 +121,7 @@ class Audits:
     # One pass, in a worker thread.
 
     def _walk(self, look: _Look) -> None:
-        for hierarchy in self._parts.machine.hierarchies:
+        for hierarchy in self._parts.machine.trees:
             for path in cgroup.tree(hierarchy.base):
                 look.examined["cgroups"] += 1
                 name = path[len(hierarchy.base) :]
@@ -234,7 +234,7 @@ class Audits:
             if finding.kind == pb.Finding.LEASE and finding.ours and finding.what in look.leases:
                 del look.findings[key]
             if finding.kind == pb.Finding.CGROUP:
-                for hierarchy in self._parts.machine.hierarchies:
+                for hierarchy in self._parts.machine.trees:
                     name = finding.what.removeprefix(hierarchy.base)
                     if name != finding.what and self._explains(look, name, steps.identity_of(finding.what)):
                         look.findings.pop(key, None)
@@ -265,7 +265,7 @@ class Audits:
     async def _fix_cgroup(self, path: str) -> str:
         """Cleans up the name of the directory; why it is still there, or empty."""
         parts = self._parts
-        for hierarchy in parts.machine.hierarchies:
+        for hierarchy in parts.machine.trees:
             name = path.removeprefix(hierarchy.base)
             if name == path or not os.path.isdir(path):
                 continue

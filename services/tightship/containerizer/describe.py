@@ -20,10 +20,15 @@ _UNLIMITED = 1 << 62
 def in_force(row: Row) -> list[pb.InForce]:
     """What the kernel holds for each limit that was asked for; some µs a file. Absent files are left out."""
     found = []
+    read = set()
     for step in row.plan:
         if step.kind == "write":
-            with contextlib.suppress(OSError):
-                found.append(pb.InForce(field=step.field, file=step.target, value=cgroup.read(step.target)))
+            # What is allowed and denied is told in one list, whichever file it was written to.
+            file = step.target if not step.name.startswith("write.devices.") else _device_list(step.target)
+            if (step.field, file) not in read:
+                read.add((step.field, file))
+                with contextlib.suppress(OSError):
+                    found.append(pb.InForce(field=step.field, file=file, value=cgroup.read(file)))
     if row.live.pid:
         spec = ContainerSpec.FromString(row.spec)
         with contextlib.suppress(OSError):
@@ -32,6 +37,10 @@ def in_force(row: Row) -> list[pb.InForce]:
                 found.append(pb.InForce(field="memory.eviction_priority", file=file, value=cgroup.read(file)))
             found += privileges.in_force(spec, row.live.pid)
     return found
+
+
+def _device_list(file: str) -> str:
+    return os.path.join(os.path.dirname(file), "devices.list")
 
 
 def started(operation: Operation, *, joined: bool, with_limits: bool) -> pb.LaunchResponse.Started:
@@ -81,8 +90,12 @@ def usage(machine: Machine, name: str) -> pb.Usage:
     if (cpu_us := records.read_cpu_us(machine, name)) is not None:
         told.cpu_time.FromMicroseconds(cpu_us)
     if (memory := machine.limits("memory")) is not None:
-        used = cgroup.number(os.path.join(memory.path(name), "memory.usage_in_bytes"))
-        limit = cgroup.number(os.path.join(memory.path(name), "memory.limit_in_bytes"))
+        v2 = memory.version == 2
+        used = cgroup.number(os.path.join(memory.path(name), "memory.current" if v2 else "memory.usage_in_bytes"))
+        # "max" is no number, and not limited is what is told then.
+        limit = cgroup.number(os.path.join(memory.path(name), "memory.max" if v2 else "memory.limit_in_bytes"))
+        if v2 and limit is None:
+            limit = _UNLIMITED
         if used is not None:
             told.memory = used
         if limit is not None:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 from typing import Literal, NamedTuple
 
-from tightship.common.errors import invalid
-from tightship.containerizer.machine import Machine
-from tightship.containerizer.spec import cpu_bits, cpu_list, unimplemented
+from tightship.common.errors import Code, ServiceError
+from tightship.containerizer import limits as limits_table
+from tightship.containerizer.machine import COMMON_V2, LEAF, Hierarchy, Machine
 from tightship.v1 import spec_pb2
 
-Kind = Literal["mkdir", "chown", "write", "lease", "spawn", "commit", "open"]
-
-# The default of cpu.cfs_period_us, which a quota is a share of: sched-bwc.rst.
-_PERIOD_US = 100_000
-_SHARES_MIN = 2
+Kind = Literal["enable", "mkdir", "leaf", "chown", "write", "lease", "spawn", "commit", "open"]
 
 # Kinds whose apply and undo touch the cgroup file system alone.
-CGROUP_KINDS = frozenset({"mkdir", "chown", "write"})
+CGROUP_KINDS = frozenset({"enable", "mkdir", "leaf", "chown", "write"})
 # Kinds that leave something behind; the others go with it.
 UNDONE_KINDS = frozenset({"mkdir", "lease", "spawn"})
 
@@ -44,18 +40,28 @@ def from_json(text: str) -> tuple[Step, ...]:
     return tuple(Step(*each) for each in json.loads(text))
 
 
-def for_create(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str) -> tuple[Step, ...]:
-    """Steps of a container without a process. Raises UNIMPLEMENTED or INVALID_ARGUMENT naming what
-    this machine can't honour."""
-    return (*_directories(machine, name, mark), *_owner(machine, spec, name), *limits(machine, spec, name), _COMMIT)
+def for_create(
+    machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str, *, above: frozenset[str] = frozenset()
+) -> tuple[Step, ...]:
+    """Steps of a container without a process. `above` names the optional hierarchies that its parent is in.
+
+    Raises UNIMPLEMENTED, INVALID_ARGUMENT or FAILED_PRECONDITION naming what can't be honoured here.
+    """
+    return (*_cgroups(machine, spec, name, mark, above), _COMMIT)
 
 
-def for_launch(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str, identity: str) -> tuple[Step, ...]:
-    """Steps of a launch; `identity` names the lease and the launch too. Raises like `for_create`."""
+def for_launch(
+    machine: Machine,
+    spec: spec_pb2.ContainerSpec,
+    name: str,
+    mark: str,
+    identity: str,
+    *,
+    above: frozenset[str] = frozenset(),
+) -> tuple[Step, ...]:
+    """Steps of a launch; `identity` names the lease and the launch too. Else like `for_create`."""
     return (
-        *_directories(machine, name, mark),
-        *_owner(machine, spec, name),
-        *limits(machine, spec, name),
+        *_cgroups(machine, spec, name, mark, above),
         Step("lease", "lease", identity),
         Step("spawn", "spawn", identity),
         _COMMIT,
@@ -66,7 +72,15 @@ def for_launch(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: 
 def for_cleanup(machine: Machine, name: str, identities: list[str]) -> tuple[Step, ...]:
     """A plan only to be undone: all that a container of this name, with one of these ids, can have left."""
     remote = [Step(kind, kind, each) for each in identities for kind in _REMOTE]
-    return (*_directories(machine, name, ""), *remote)
+    return (*(_mkdir(each, name, "") for each in machine.trees), *remote)
+
+
+def optional_of(machine: Machine, plan: tuple[Step, ...]) -> tuple[Hierarchy, ...]:
+    """The optional hierarchies in which a container with this plan has a directory."""
+    if not machine.optional:
+        return ()
+    made = {step.name for step in plan if step.kind == "mkdir"}
+    return tuple(each for each in machine.optional if f"mkdir.{each.name}" in made)
 
 
 def undo_names(plan: tuple[Step, ...]) -> list[str]:
@@ -78,59 +92,84 @@ _REMOTE: tuple[Kind, ...] = ("lease", "spawn")
 _COMMIT = Step("commit", "commit")
 
 
-def _directories(machine: Machine, name: str, mark: str) -> list[Step]:
-    return [Step("mkdir", f"mkdir.{each.name}", each.path(name), mark) for each in machine.hierarchies]
+def _cgroups(machine: Machine, spec: spec_pb2.ContainerSpec, name: str, mark: str, above: frozenset[str]) -> list[Step]:
+    writes = limits(machine, spec, name)
+    wanted = limits_table.optional(machine, spec)
+    nested = name.count("/") > 1
+    if nested and (lacking := wanted - above):
+        field = _OPTIONAL_FIELDS[min(lacking)]
+        raise ServiceError(
+            Code.FAILED_PRECONDITION,
+            "PARENT_WITHOUT_FIELD",
+            f"{field} needs a parent with it: give {name[: name.rindex('/')]} {field.partition('.')[0]}, be it empty",
+            None,
+            field=field,
+        )
+    # What a container is held to by one above it, it is held to itself.
+    hierarchies = (*machine.hierarchies, *(each for each in machine.optional if each.name in wanted | above))
+    steps = _enable(machine, name, writes)
+    for each in hierarchies:
+        steps.append(_mkdir(each, name, mark))
+        if each.has_leaves:
+            steps.append(Step("leaf", f"mkdir.{each.name}.{LEAF}", each.inside(name)))
+    return [*steps, *_owner(hierarchies, spec, name), *writes]
 
 
-def _owner(machine: Machine, spec: spec_pb2.ContainerSpec, name: str) -> list[Step]:
+_OPTIONAL_FIELDS = {
+    "blkio": "blockio",
+    "devices": "device",
+    "perf_event": "monitoring.enable_perf_counters",
+}
+
+
+def _mkdir(hierarchy: Hierarchy, name: str, mark: str) -> Step:
+    return Step("mkdir", f"mkdir.{hierarchy.name}", hierarchy.path(name), mark)
+
+
+def _enable(machine: Machine, name: str, writes: list[Step]) -> list[Step]:
+    """Lets a container's v2 directory have the files that are written: from our base down, what is not there yet."""
+    steps = []
+    for hierarchy in machine.hierarchies:
+        if not hierarchy.has_leaves:
+            continue
+        files = {step.target.rpartition("/")[2] for step in writes if step.target.startswith(hierarchy.base)}
+        asked = {each.partition(".")[0] for each in files} & hierarchy.controllers
+        common = hierarchy.controllers.intersection(COMMON_V2)
+        levels = name.split("/")[:-1]
+        for depth in range(1, len(levels) + 1):
+            path = hierarchy.base + "/".join(levels[:depth])
+            wanted = asked - common if depth == 1 else asked | common
+            if wanted:
+                value = " ".join(f"+{each}" for each in sorted(wanted))
+                field = next((step.field for step in writes if step.target.startswith(hierarchy.base)), "")
+                steps.append(Step("enable", f"enable.{depth}", f"{path}/cgroup.subtree_control", value, field))
+    return steps
+
+
+def _owner(hierarchies: tuple[Hierarchy, ...], spec: spec_pb2.ContainerSpec, name: str) -> list[Step]:
     if not spec.HasField("owner") and not spec.HasField("owner_group"):
         return []
     field = "owner" if spec.HasField("owner") else "owner_group"
     uid = spec.owner if spec.HasField("owner") else -1
     gid = spec.owner_group if spec.HasField("owner_group") else -1
-    return [Step("chown", f"chown.{each.name}", each.path(name), f"{uid}:{gid}", field) for each in machine.hierarchies]
+    value = f"{uid}:{gid}"
+    steps = []
+    for each in hierarchies:
+        steps.append(Step("chown", f"chown.{each.name}", each.path(name), value, field))
+        if each.has_leaves:
+            steps.append(Step("chown", f"chown.{each.name}.{LEAF}", each.inside(name), value, field))
+    return steps
 
 
 def limits(machine: Machine, spec: spec_pb2.ContainerSpec, name: str) -> list[Step]:
-    steps: list[Step] = []
-
-    def limit(controller: str, field: str, file: str, value: int | str) -> None:
-        hierarchy = machine.limits(controller)
-        unlimited = value in (-1, "max")
-        if hierarchy is None or file not in hierarchy.files:
-            if unlimited:
-                return  # not limited is what a kernel without the file does
-            raise unimplemented(field, f"needs the kernel's {file}, which this machine does not have")
-        steps.append(Step("write", f"write.{file}", f"{hierarchy.path(name)}/{file}", str(value), field))
-
-    cpu = spec.cpu
-    if cpu.HasField("limit"):
-        limit("cpu", "cpu.limit", "cpu.shares", max(_SHARES_MIN, cpu.limit * 1024 // 1000))
-    if cpu.HasField("max_limit"):
-        limit("cpu", "cpu.max_limit", "cpu.cfs_period_us", _PERIOD_US)
-        limit("cpu", "cpu.max_limit", "cpu.cfs_quota_us", cpu.max_limit * _PERIOD_US // 1000)
-    if cpu.scheduling_latency == spec_pb2.BEST_EFFORT:
-        limit("cpu", "cpu.scheduling_latency", "cpu.idle", 1)
-    if cpu.HasField("mask"):
-        bits = cpu_bits(list(cpu.mask.data))
-        if machine.cpus and (absent := bits & ~machine.cpus):
-            there = cpu_list(machine.cpus)
-            raise invalid(
-                "cpu.mask",
-                f"there is no CPU {cpu_list(absent)[:80]}; this machine has {there}",
-                "OUT_OF_RANGE",
-                value=cpu_list(bits)[:200],
-            )
-        limit("cpuset", "cpu.mask", "cpuset.cpus", cpu_list(bits))
-    memory = spec.memory
-    if memory.HasField("limit"):
-        limit("memory", "memory.limit", "memory.limit_in_bytes", memory.limit)
-    if memory.HasField("swap_limit"):
-        limit("memory", "memory.swap_limit", "memory.memsw.limit_in_bytes", memory.swap_limit)
-    if memory.HasField("swap_only"):
-        limit("memory", "memory.swap_only", "memory.memsw.limit_in_bytes", memory.limit + memory.swap_only)
-    if memory.HasField("reservation"):
-        limit("memory", "memory.reservation", "memory.soft_limit_in_bytes", memory.reservation)
-    if spec.tasks.HasField("limit"):
-        limit("pids", "tasks.limit", "pids.max", "max" if spec.tasks.limit < 0 else spec.tasks.limit)
-    return steps
+    """The writes of a spec's limits into the container's directories, in order. Raises like `for_create`."""
+    return [
+        Step(
+            "write",
+            f"write.{each.file}" + (f".{each.key}" if each.key else ""),
+            f"{each.hierarchy.path(name)}/{each.file}",
+            each.value,
+            each.field,
+        )
+        for each in limits_table.writes(machine, spec)
+    ]

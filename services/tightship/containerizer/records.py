@@ -67,7 +67,11 @@ def read_counters(machine: Machine, name: str) -> Counters:
     peak: int | None = None
     kills = 0
     memory = machine.limits("memory")
-    if memory is not None:
+    if memory is not None and memory.version == 2:
+        directory = memory.path(name)
+        peak = cgroup.number(os.path.join(directory, "memory.peak"))  # from Linux 5.19 on
+        kills = cgroup.keyed(os.path.join(directory, "memory.events"), "oom_kill") or 0
+    elif memory is not None:
         directory = memory.path(name)
         peak = cgroup.number(os.path.join(directory, "memory.max_usage_in_bytes"))
         kills = cgroup.keyed(os.path.join(directory, "memory.oom_control"), "oom_kill") or 0

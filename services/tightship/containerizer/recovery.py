@@ -178,7 +178,8 @@ def _rebuild_from_directories(parts: Parts, operations: list[Operation], launche
         if parts.registry.is_living(identity):
             continue
         ended = identity in launches or parts.journal.find_record(identity) is not None
-        whole = len(identities) == len(parts.machine.hierarchies) and len(set(identities)) == 1 and not ended
+        # In the optional hierarchies only some are.
+        whole = len(identities) >= len(parts.machine.hierarchies) and len(set(identities)) == 1 and not ended
         kept = whole or any(each.row.phase is Phase.COMMITTED for each in parts.registry.below(name))
         row = Row(
             id=identity,
@@ -196,7 +197,7 @@ def _rebuild_from_directories(parts: Parts, operations: list[Operation], launche
 def marked(parts: Parts) -> dict[str, list[str]]:
     """Container ids in the marks below our bases, by name; one for each hierarchy that has the directory."""
     found: dict[str, list[str]] = {}
-    for hierarchy in parts.machine.hierarchies:
+    for hierarchy in parts.machine.trees:
         for path in cgroup.tree(hierarchy.base):
             identity = steps.identity_of(path)
             if identity is not None:

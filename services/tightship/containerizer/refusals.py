@@ -17,10 +17,10 @@ from tightship.kernel import cgroup
 def of_cgroup(step: Step, error: OSError) -> ServiceError:
     """What a refused step means to the caller: code, and file, value, errno and field in the metadata."""
     number = error.errno
-    if step.kind == "mkdir":
+    if step.kind in ("mkdir", "leaf"):
         code, reason = _MKDIR_CODES.get(number or 0, (Code.INTERNAL, "CGROUP_FAILED"))
         text = f"failed to make cgroup {step.target}: {error.strerror}"
-    elif step.kind == "write":
+    elif step.kind in ("write", "enable"):
         code, reason = _WRITE_CODES.get(number or 0, (Code.INTERNAL, "CGROUP_FAILED"))
         text = f"failed to write {step.value!r} to {step.target}: {error.strerror} ({errno_name(number)})"
         if step.field == "cpu.mask":
@@ -34,7 +34,7 @@ def of_cgroup(step: Step, error: OSError) -> ServiceError:
         text,
         None,
         file=step.target,
-        value=step.value if step.kind != "mkdir" else None,
+        value=step.value if step.kind not in ("mkdir", "leaf") else None,
         errno=errno_name(number),
         field=step.field or None,
         stage=step.name,
@@ -57,6 +57,7 @@ _WRITE_CODES = {
     errno.EOVERFLOW: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
     # A v1 cpuset that is not within its parent's.
     errno.EACCES: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
+    errno.ENODEV: (Code.INVALID_ARGUMENT, "VALUE_REFUSED"),
     errno.EBUSY: (Code.FAILED_PRECONDITION, "VALUE_REFUSED"),
     errno.ENOSPC: (Code.FAILED_PRECONDITION, "VALUE_REFUSED"),
     errno.EPERM: (Code.PERMISSION_DENIED, "VALUE_REFUSED"),

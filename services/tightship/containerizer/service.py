@@ -533,5 +533,5 @@ def _add(total: pb.Cleanup, part: pb.Cleanup) -> None:
 
 def _foreign(parts: Parts, name: str) -> list[str]:
     """Directories of the name that are not ours and stay."""
-    paths = [each.path(name) for each in parts.machine.hierarchies]
+    paths = [each.path(name) for each in parts.machine.trees]
     return [f"cgroup {path}: not made by us" for path in paths if os.path.isdir(path)]

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tightship.common.errors import Code, ServiceError, invalid
-from tightship.containerizer import isolation, spec_text
+from tightship.containerizer import devices, isolation, spec_text
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1 import spec_pb2
 
@@ -32,17 +32,20 @@ _HONOURED = frozenset(
         "cpu.scheduling_latency",
         "cpu.mask.data",
         "memory.limit",
+        "memory.max_limit",
         "memory.swap_limit",
         "memory.swap_only",
         "memory.reservation",
         "memory.eviction_priority",
         "tasks.limit",
+        "monitoring.enable_perf_counters",
         "virtual_host.virtual_hostname",
         "virtual_host.network",
         "lifecycle.stop_signal",
         "lifecycle.grace",
         "lifecycle.cleanup_budget",
     }
+    | devices.HONOURED
     | isolation.HONOURED
 )
 
@@ -241,6 +244,7 @@ def _check(spec: spec_pb2.ContainerSpec) -> None:
     hostname = spec.virtual_host.virtual_hostname
     if len(hostname.encode()) > _HOSTNAME_MAX or "\0" in hostname:
         raise invalid("virtual_host.virtual_hostname", f"is over {_HOSTNAME_MAX} bytes, or has a NUL byte")
+    devices.check(spec)
     isolation.check(spec)
     if spec.lifecycle.HasField("stop_signal"):
         signal_number(spec.lifecycle.stop_signal, "lifecycle.stop_signal")
@@ -269,11 +273,13 @@ def _check_cpu(cpu: spec_pb2.CpuSpec) -> None:
 
 
 def _check_memory(memory: spec_pb2.MemorySpec) -> None:
-    for name, low in (("limit", -1), ("swap_limit", -1), ("swap_only", 0), ("reservation", 0)):
+    for name, low in (("limit", -1), ("max_limit", -1), ("swap_limit", -1), ("swap_only", 0), ("reservation", 0)):
         if memory.HasField(name):  # type: ignore[arg-type]
             _within(f"memory.{name}", getattr(memory, name), low, _INT64_MAX)
     if memory.HasField("eviction_priority"):
         _within("memory.eviction_priority", memory.eviction_priority, 0, 10_000)
+    if memory.HasField("max_limit") and 0 <= memory.max_limit < memory.limit:
+        raise invalid("memory.max_limit", "is below memory.limit", "OUT_OF_RANGE", value=memory.max_limit)
     if memory.HasField("swap_only"):
         if memory.HasField("swap_limit"):
             raise invalid("memory.swap_only", "excludes memory.swap_limit")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tightship.common import failpoints
 from tightship.containerizer import refusals
+from tightship.containerizer.machine import LEAF
 from tightship.containerizer.plan import Step
 from tightship.kernel import cgroup
 
@@ -63,13 +64,15 @@ def _apply(step: Step) -> None:
     match step.kind:
         case "mkdir":
             cgroup.make(step.target, step.value)
+        case "leaf":
+            os.mkdir(step.target)
         case "chown":
             uid, gid = map(int, step.value.split(":"))
-            for name in ("", "cgroup.procs", "tasks", "cgroup.threads"):
+            for name in ("", "cgroup.procs", "tasks", "cgroup.threads", "cgroup.subtree_control"):
                 path = os.path.join(step.target, name)
                 if os.path.exists(path):
                     os.chown(path, uid, gid)
-        case "write":
+        case "enable" | "write":
             try:
                 cgroup.write(step.target, step.value)
             except OSError as error:
@@ -107,7 +110,7 @@ def remove_empty(steps: Iterable[Step], mine: Callable[[str], bool], times: Time
         begun = time.time_ns()
         try:
             if _is_mine(step.target, mine):
-                os.rmdir(step.target)
+                _rmdir(step.target)
                 done.removed.append(f"cgroup {step.target}")
                 done.cgroups += 1
         except OSError:
@@ -115,6 +118,15 @@ def remove_empty(steps: Iterable[Step], mine: Callable[[str], bool], times: Time
             continue
         times[f"undo.{step.name}"] = (begun, time.time_ns())
     return done, rest
+
+
+def _rmdir(path: str) -> None:
+    """With its leaf, where it has one. Raises OSError."""
+    try:
+        os.rmdir(path)
+    except OSError:
+        os.rmdir(os.path.join(path, LEAF))
+        os.rmdir(path)
 
 
 def undo(

@@ -14,7 +14,7 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # The kernel lets only CAP_SYS_ADMIN of the first user namespace use `trusted.`; `user.` works on v2 since 5.7.
@@ -121,6 +121,12 @@ def write(path: str, value: str) -> None:
         os.write(fd, value.encode())
     finally:
         os.close(fd)
+
+
+def enable(path: str, controllers: Sequence[str]) -> None:
+    """Lets the children of this v2 cgroup have these controllers. Raises OSError: EBUSY where it has processes."""
+    if controllers:
+        write(os.path.join(path, "cgroup.subtree_control"), " ".join(f"+{each}" for each in controllers))
 
 
 def keyed(path: str, key: str) -> int | None:
