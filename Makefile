@@ -38,7 +38,10 @@ compose: $(READY)  ## the docker-compose rig: up, end-to-end tests, Incident A, 
 	@tests/compose/prepare
 	@$(BIN)/python -m pytest tests/compose $(ARGS)
 
-soak vm:
+vm: $(READY)  ## the suite of limits on this machine, and in a QEMU guest that has cgroup v2 alone; as root on Debian
+	@$(BIN)/python -m tests.vm.run
+
+soak:
 	@echo "make $@: not there yet" >&2
 	@exit 2
 

@@ -96,7 +96,7 @@ class ContainerSpec(_message.Message):
 
     @_builtins.property
     def blockio(self) -> Global___BlockIoSpec:
-        """Block devices. Not honoured yet."""
+        """Block devices."""
 
     @_builtins.property
     def tasks(self) -> Global___TasksSpec:
@@ -104,7 +104,7 @@ class ContainerSpec(_message.Message):
 
     @_builtins.property
     def device(self) -> Global___DeviceSpec:
-        """Access to device nodes. Not honoured yet."""
+        """Access to device nodes, by cgroup v1 alone."""
 
     @_builtins.property
     def filesystem(self) -> Global___FilesystemSpec:
@@ -116,7 +116,7 @@ class ContainerSpec(_message.Message):
 
     @_builtins.property
     def monitoring(self) -> Global___MonitoringSpec:
-        """Counters. Not honoured yet."""
+        """Counters."""
 
     @_builtins.property
     def security(self) -> Global___SecuritySpec:
@@ -260,7 +260,7 @@ class MemorySpec(_message.Message):
     limit: _builtins.int
     """Bytes; -1 = unlimited."""
     max_limit: _builtins.int
-    """Bytes: above limit throttled, above max_limit killed. Not honoured yet."""
+    """Bytes: above limit throttled, above max_limit killed. On cgroup v2 alone."""
     swap_limit: _builtins.int
     """Bytes of memory plus swap; -1 = unlimited."""
     swap_only: _builtins.int
@@ -489,7 +489,7 @@ Global___Device: _TypeAlias = Device  # noqa: Y015
 
 @_typing.final
 class BlockIoSpec(_message.Message):
-    """Block devices. Not honoured yet."""
+    """Block devices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -680,7 +680,7 @@ Global___BlockIoSpec: _TypeAlias = BlockIoSpec  # noqa: Y015
 
 @_typing.final
 class DeviceSpec(_message.Message):
-    """Access to device nodes. Not honoured yet."""
+    """Access to device nodes. Below a container with it, be it empty, or at the top."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1047,7 +1047,7 @@ Global___VirtualHostSpec: _TypeAlias = VirtualHostSpec  # noqa: Y015
 
 @_typing.final
 class MonitoringSpec(_message.Message):
-    """Counters. Not honoured yet."""
+    """Counters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

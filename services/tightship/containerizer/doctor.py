@@ -172,12 +172,12 @@ def _cgroups() -> Iterator[Finding]:
         yield Finding("cgroups", "cgroups of ours", "missing", str(error), "run it as root, with the tree writable")
         return
     try:
-        yield from _offered(found, by_version[2])
+        yield from _offered(found)
     finally:
         machine.leave(found)
 
 
-def _offered(found: Machine, v2: list[cgroup.Mount]) -> Iterator[Finding]:
+def _offered(found: Machine) -> Iterator[Finding]:
     """By what is in a new cgroup of ours, as the planner sees it."""
     yield Finding(
         "cgroups", "cgroups of ours", "ok", "can be made in " + " ".join(each.name for each in found.hierarchies)
@@ -185,14 +185,14 @@ def _offered(found: Machine, v2: list[cgroup.Mount]) -> Iterator[Finding]:
     for controller in machine.CONTROLLERS:
         hierarchy = found.limits(controller)
         if hierarchy is not None:
-            yield Finding("cgroups", f"controller {controller}", "ok", f"v1, {os.path.dirname(hierarchy.base)}")
+            where = f"v{hierarchy.version}, {os.path.dirname(hierarchy.base)}"
+            yield Finding("cgroups", f"controller {controller}", "ok", where)
             continue
-        elsewhere = any(controller in each.controllers for each in v2)
-        why = "only in v2, whose limits are not used yet" if elsewhere else "nowhere"
-        step = (
-            "mount it as v1: boot with systemd.unified_cgroup_hierarchy=0" if elsewhere else "enable it in the kernel"
-        )
-        yield Finding("cgroups", f"controller {controller}", "missing", why, f"{step} (cgroup_no_v1= must not name it)")
+        step = "enable it in the kernel, or where our cgroup was delegated (cgroup.subtree_control above it)"
+        yield Finding("cgroups", f"controller {controller}", "missing", "nowhere", step)
+    for each in found.optional:
+        where = f"v{each.version}, {os.path.dirname(each.base)}"
+        yield Finding("cgroups", f"controller {each.name}", "ok", where)
     by_kill = "cgroup.kill" in found.tracker.files
     yield Finding(
         "cgroups", "cgroup.kill", "ok" if by_kill else "note", "yes" if by_kill else "no",

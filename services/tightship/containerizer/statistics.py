@@ -24,11 +24,12 @@ def read(machine: Machine, name: str) -> pb.StatsResponse:
     tracker = machine.tracker.path(name)
     _cpu(machine, name, told.cpu)
     if (memory := machine.limits("memory")) is not None:
-        _memory(memory.path(name), told.memory)
+        (_memory if memory.version == 1 else _memory_v2)(memory.path(name), told.memory)
     if (pids := machine.limits("pids")) is not None:
         _set(told.tasks, "current", cgroup.number(os.path.join(pids.path(name), "pids.current")))
         limit = cgroup.number(os.path.join(pids.path(name), "pids.max"))
         told.tasks.limit = -1 if limit is None else limit
+    _io(tracker, told)
     for resource in ("cpu", "memory", "io"):
         _pressure(os.path.join(tracker, f"{resource}.pressure"), resource, told)
     return told
@@ -47,6 +48,8 @@ def _cpu(machine: Machine, name: str, told: pb.StatsResponse.Cpu) -> None:
         _set(told, "throttled_periods", cgroup.keyed(stat, "nr_throttled"))
         if (throttled := cgroup.keyed(stat, "throttled_time")) is not None:
             told.throttled_time.FromNanoseconds(throttled)
+        elif (throttled := cgroup.keyed(stat, "throttled_usec")) is not None:
+            told.throttled_time.FromMicroseconds(throttled)
 
 
 def _memory(directory: str, told: pb.StatsResponse.Memory) -> None:
@@ -63,6 +66,37 @@ def _memory(directory: str, told: pb.StatsResponse.Memory) -> None:
     _set(told, "swap", cgroup.keyed(stat, "total_swap"))
     _set(told, "limit_hits", number("memory.failcnt"))
     _set(told, "oom_kills", cgroup.keyed(os.path.join(directory, "memory.oom_control"), "oom_kill"))
+
+
+def _memory_v2(directory: str, told: pb.StatsResponse.Memory) -> None:
+    def number(file: str) -> int | None:
+        return cgroup.number(os.path.join(directory, file))
+
+    stat = os.path.join(directory, "memory.stat")
+    events = os.path.join(directory, "memory.events")
+    _set(told, "usage", number("memory.current"))
+    _set(told, "peak", number("memory.peak"))
+    limit = number("memory.max")
+    told.limit = -1 if limit is None else limit
+    _set(told, "anonymous", cgroup.keyed(stat, "anon"))
+    _set(told, "file", cgroup.keyed(stat, "file"))
+    _set(told, "swap", number("memory.swap.current"))
+    _set(told, "limit_hits", cgroup.keyed(events, "max"))
+    _set(told, "oom_kills", cgroup.keyed(events, "oom_kill"))
+
+
+def _io(directory: str, told: pb.StatsResponse) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in cgroup.read(os.path.join(directory, "io.stat")).splitlines():
+            device, *words = line.split()
+            found = {key: int(value) for key, _, value in (word.partition("=") for word in words)}
+            told.io.add(
+                device=device,
+                read_bytes=found.get("rbytes", 0),
+                write_bytes=found.get("wbytes", 0),
+                reads=found.get("rios", 0),
+                writes=found.get("wios", 0),
+            )
 
 
 def _pressure(file: str, resource: str, told: pb.StatsResponse) -> None:

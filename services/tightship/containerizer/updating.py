@@ -35,21 +35,29 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
 
-# What a file holds that nobody has asked anything of. A cpuset has its parent's.
+# What a file holds that nobody has asked anything of. A v1 cpuset has its parent's.
 _UNASKED = {
     "cpu.shares": "1024",
     "cpu.cfs_period_us": "100000",
     "cpu.cfs_quota_us": "-1",
+    "cpu.weight": "100",
+    "cpu.max": "max 100000",
     "cpu.idle": "0",
+    "cpuset.cpus": "",
     "memory.limit_in_bytes": "-1",
     "memory.memsw.limit_in_bytes": "-1",
     "memory.soft_limit_in_bytes": "-1",
+    "memory.max": "max",
+    "memory.high": "max",
+    "memory.swap.max": "max",
+    "memory.low": "0",
     "pids.max": "max",
+    "cgroup.max.descendants": "max",
 }
 _LIMIT, _WITH_SWAP = "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"
 # What is done when the container is made, or by its processes.
 _LASTING = (
-    "owner", "owner_group", "filesystem", "virtual_host", "security", "device", "monitoring",
+    "owner", "owner_group", "filesystem", "virtual_host", "security", "blockio", "device", "monitoring",
     "memory.eviction_priority", "memory.tmpfs", "memory.hugetlbfs_path",
 )  # fmt: skip
 
@@ -73,8 +81,8 @@ def changes(machine: Machine, row: Row, new: spec_pb2.ContainerSpec) -> list[Ste
 
     Raises ServiceError naming what this machine can't honour.
     """
-    before = {step.target: step for step in row.plan if step.kind == "write"}
-    after = {step.target: step for step in plan.limits(machine, new, row.name)}
+    before = {step.target: step for step in row.plan if step.kind == "write" and _is_changed(step)}
+    after = {step.target: step for step in plan.limits(machine, new, row.name) if _is_changed(step)}
     found = [step for target, step in after.items() if target not in before or before[target].value != step.value]
     for target, step in before.items():
         if target not in after:
@@ -176,9 +184,14 @@ async def _put_back(operation: Operation) -> None:
         log.error("the journal can't be written: %s", error, extra=_about(row))
 
 
+def _is_changed(step: Step) -> bool:
+    """Of `_LASTING` nothing does."""
+    return not step.field.startswith(("blockio", "device"))
+
+
 def _unasked(file: str) -> str:
     directory, name = os.path.split(file)
-    if name == "cpuset.cpus":
+    if name == "cpuset.cpus" and os.path.exists(os.path.join(directory, "tasks")):
         with contextlib.suppress(OSError):
             return cgroup.read(os.path.join(os.path.dirname(directory), name))
     return _UNASKED[name]
