@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.harness.patience import PATIENCE
+
 # The kinds of which a leak would show; the others (eventfd, files of the database, ...) belong to the runtime.
 KINDS = ("pipe", "pidfd", "segment", "socket", "memfd")
 
@@ -199,7 +201,7 @@ def take(instance: str, keeper: int, services: dict[str, int]) -> Census:
 
 def settle(look: Callable[[], Census], before: Census, timeout_s: float = 10.0) -> Census:
     """Looks until it is as before. Raises AssertionError with the difference after `timeout_s`."""
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + timeout_s * PATIENCE
     while True:
         now = look()
         difference = now.difference(before)

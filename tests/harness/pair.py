@@ -23,6 +23,7 @@ import grpc
 
 from tests.harness import census as censuses
 from tests.harness.calls import Calls
+from tests.harness.patience import PATIENCE
 from tests.harness.points import Failpoints
 from tests.harness.waiting import await_end
 from tightship.v1 import containerizer_pb2 as cpb
@@ -139,7 +140,7 @@ class Pair:
 
     def await_ready(self, timeout_s: float = 20.0) -> None:
         """Until all three run, nothing is under recovery, and a lease can be had."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + timeout_s * PATIENCE
         while True:
             try:
                 self.pids()
@@ -198,7 +199,7 @@ class Pair:
 
     def await_service(self, service: Service, timeout_s: float = 15.0) -> int:
         """Until it runs; its pid."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + timeout_s * PATIENCE
         while True:
             try:
                 return self.pid(service)

@@ -10,12 +10,14 @@ from typing import Generic, TypeVar
 
 import grpc
 
+from tests.harness.patience import PATIENCE
+
 T = TypeVar("T")
 
 
 def until(done: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
     """Raises AssertionError, naming `what`, where it is not so in time."""
-    limit = time.monotonic() + timeout_s
+    limit = time.monotonic() + timeout_s * PATIENCE
     while not done():
         assert time.monotonic() < limit, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.005)
