@@ -21,7 +21,7 @@ from typing import Literal
 from tightship.common import clients
 from tightship.common.rundir import RunDirError
 from tightship.containerizer import machine
-from tightship.containerizer.machine import Machine
+from tightship.containerizer.machine import LEAF, Hierarchy, Machine
 from tightship.kernel import cgroup, clone, process, rootfs, seccomp
 
 State = Literal["ok", "note", "warn", "missing"]
@@ -45,16 +45,20 @@ _CAPABILITIES = (
     ("CAP_SYS_RESOURCE", 24, "memory.eviction_priority above its default"),
 )
 
-# Fields of the spec, the controller whose file honours each, and the file.
+# Fields of the spec, and the file that honours each, of v1 and of v2; each is named after its controller.
 _FIELDS = (
-    ("cpu.limit", "cpu", "cpu.shares"),
-    ("cpu.max_limit", "cpu", "cpu.cfs_quota_us"),
-    ("cpu.scheduling_latency", "cpu", "cpu.idle"),
-    ("cpu.mask", "cpuset", "cpuset.cpus"),
-    ("memory.limit", "memory", "memory.limit_in_bytes"),
-    ("memory.swap_limit", "memory", "memory.memsw.limit_in_bytes"),
-    ("memory.reservation", "memory", "memory.soft_limit_in_bytes"),
-    ("tasks.limit", "pids", "pids.max"),
+    ("cpu.limit", "cpu.shares", "cpu.weight"),
+    ("cpu.max_limit", "cpu.cfs_quota_us", "cpu.max"),
+    ("cpu.scheduling_latency", "cpu.idle", "cpu.idle"),
+    ("cpu.mask", "cpuset.cpus", "cpuset.cpus"),
+    ("memory.limit", "memory.limit_in_bytes", "memory.max"),
+    ("memory.max_limit", "", "memory.high"),
+    ("memory.swap_limit", "memory.memsw.limit_in_bytes", "memory.swap.max"),
+    ("memory.reservation", "memory.soft_limit_in_bytes", "memory.low"),
+    ("tasks.limit", "pids.max", "pids.max"),
+    ("blockio.device_limit_set", "blkio.weight", "io.weight"),
+    ("blockio.max_device_limit_set", "blkio.throttle.read_bps_device", "io.max"),
+    ("device.restrictions_set", "devices.allow", ""),
 )
 
 # Descriptors that a container takes in the switchboard, and what that takes for itself.
@@ -179,40 +183,63 @@ def _cgroups() -> Iterator[Finding]:
 
 def _offered(found: Machine) -> Iterator[Finding]:
     """By what is in a new cgroup of ours, as the planner sees it."""
-    yield Finding(
-        "cgroups", "cgroups of ours", "ok", "can be made in " + " ".join(each.name for each in found.hierarchies)
-    )
+    yield Finding("cgroups", "cgroups of ours", "ok", "can be made in " + " ".join(each.name for each in found.trees))
+    if found.tracker.has_leaves:
+        yield Finding("cgroups", "processes", "ok", f"in a leaf {LEAF} of each container, as v2 asks for")
     for controller in machine.CONTROLLERS:
-        hierarchy = found.limits(controller)
-        if hierarchy is not None:
-            where = f"v{hierarchy.version}, {os.path.dirname(hierarchy.base)}"
-            yield Finding("cgroups", f"controller {controller}", "ok", where)
-            continue
-        step = "enable it in the kernel, or where our cgroup was delegated (cgroup.subtree_control above it)"
-        yield Finding("cgroups", f"controller {controller}", "missing", "nowhere", step)
-    for each in found.optional:
-        where = f"v{each.version}, {os.path.dirname(each.base)}"
-        yield Finding("cgroups", f"controller {each.name}", "ok", where)
+        place = found.limits(controller)
+        yield Finding(
+            "cgroups", f"controller {controller}", "missing" if place is None else "ok", _place(place),
+            "" if place else "enable it in the kernel, and in cgroup.subtree_control of the cgroup given to this user",
+        )  # fmt: skip
+    for controller, other in (("io", "blkio"), ("devices", ""), ("perf_event", "")):
+        place = found.limits(controller) or found.limits(other)
+        implied = controller == "perf_event" and found.perf_on_v2 and place is None
+        yield Finding(
+            "cgroups", f"controller {controller}", "ok" if place or implied else "note",
+            "v2, in every cgroup" if implied else _place(place),
+            "" if place or implied else "a spec that asks for what it does is refused: nothing else to do",
+        )  # fmt: skip
     by_kill = "cgroup.kill" in found.tracker.files
     yield Finding(
         "cgroups", "cgroup.kill", "ok" if by_kill else "note", "yes" if by_kill else "no",
         "" if by_kill else "a cgroup is frozen and its processes killed one by one: nothing to do",
     )  # fmt: skip
-    for field, controller, file in _FIELDS:
-        hierarchy = found.limits(controller)
-        if hierarchy is not None and file not in hierarchy.files:
+    honoured = []
+    for field, v1, v2 in _FIELDS:
+        file = _file_here(found, v1, v2)
+        if file:
+            honoured.append(field)
+        elif file is not None:
+            lacking = " or ".join(each for each in (v1, v2) if each)
             step = _ENABLE.get(field, "a spec that asks for it is refused")
-            yield Finding("cgroups", field, "warn", f"no {file} here", step)
-    yield Finding(
-        "cgroups", "fields honoured", "ok",
-        " ".join(
-            field for field, controller, file in _FIELDS
-            if (hierarchy := found.limits(controller)) is not None and file in hierarchy.files
-        ),
-    )  # fmt: skip
+            yield Finding("cgroups", field, "note" if field in _RARE else "warn", f"no {lacking} here", step)
+    yield Finding("cgroups", "fields honoured", "ok", " ".join(honoured))
 
 
+def _place(place: Hierarchy | None) -> str:
+    return "nowhere" if place is None else f"v{place.version}, {os.path.dirname(place.base)}"
+
+
+def _file_here(found: Machine, v1: str, v2: str) -> str | None:
+    """The file that honours a field here; "" where its controller lacks it, None where there is no controller."""
+    controllers = {file.partition(".")[0] for file in (v1, v2) if file}
+    places = [place for each in sorted(controllers) if (place := found.limits(each)) is not None]
+    if not places:
+        return None
+    for place in places:
+        file = v1 if place.version == 1 else v2
+        # A v1 kernel with the BFQ scheduler has shares under its name.
+        for each in (file, file.replace("blkio.weight", "blkio.bfq.weight")):
+            if each and each in place.files:
+                return each
+    return ""
+
+
+# What a spec seldom asks for, and the other version, or another kernel, has.
+_RARE = frozenset({"memory.max_limit", "blockio.device_limit_set", "device.restrictions_set"})
 _ENABLE = {
+    "memory.max_limit": "a spec that asks for it is refused; cgroup v2 has it",
     "memory.swap_limit": "a spec that asks for it is refused; boot kernels before 6.1 with swapaccount=1",
     "cpu.max_limit": "a spec that asks for it is refused; the kernel needs CONFIG_CFS_BANDWIDTH",
 }

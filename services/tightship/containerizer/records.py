@@ -70,7 +70,9 @@ def read_counters(machine: Machine, name: str) -> Counters:
     if memory is not None and memory.version == 2:
         directory = memory.path(name)
         peak = cgroup.number(os.path.join(directory, "memory.peak"))  # from Linux 5.19 on
-        kills = cgroup.keyed(os.path.join(directory, "memory.events"), "oom_kill") or 0
+        # Its own, as v1 tells them: without those of containers below. They are the leaf's where it has such below.
+        for each in (directory, memory.inside(name)):
+            kills += cgroup.keyed(os.path.join(each, "memory.events.local"), "oom_kill") or 0
     elif memory is not None:
         directory = memory.path(name)
         peak = cgroup.number(os.path.join(directory, "memory.max_usage_in_bytes"))
