@@ -185,13 +185,19 @@ def _rebuild_from_directories(parts: Parts, operations: list[Operation], launche
             id=identity,
             name=name,
             kind=Kind.CREATE if kept else Kind.CLEANUP,
-            plan=plan.for_cleanup(parts.machine, name, [identity]),
+            plan=_there(parts, plan.for_cleanup(parts.machine, name, [identity])),
             phase=Phase.COMMITTED if kept else Phase.UNDOING,
             reason="" if kept else "recovered",
         )
         fate = "listed again" if kept else "undone"
         log.warning("%s was in no journal; it is %s", name, fate, extra=logs.about(identity, name))
         _add(parts, operations, row)
+
+
+def _there(parts: Parts, steps: tuple[plan.Step, ...]) -> tuple[plan.Step, ...]:
+    """Without the optional hierarchies in which it has no directory: nothing below it has one there either."""
+    optional = tuple(each.base for each in parts.machine.optional)
+    return tuple(step for step in steps if not step.target.startswith(optional) or os.path.isdir(step.target))
 
 
 def marked(parts: Parts) -> dict[str, list[str]]:
