@@ -237,6 +237,53 @@ def test_what_the_host_mounts_later_appears_unless_the_mount_is_private(
         subprocess.run(["umount", "-R", source], check=True)
 
 
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_file_system_in_memory_is_bounded_and_its_own(pair: Pair, root: Path, kind: str) -> None:
+    target = "/data" if kind == "own root" else "/mnt"
+    (root / "data/hidden").touch()
+    before = os.listdir("/mnt")
+    mount = f"mount {{ target: '{target}' tmpfs {{ size: 65536 }} }}"
+    security = "security { user: '65534' }"
+    given = (
+        with_root(root, security, mount) if kind == "own root" else f"filesystem {{ mounts {{ {mount} }} }} {security}"
+    )
+    script = (
+        f"cd {target}; ls -A; head -c 65536 /dev/zero > whole; head -c 1 /dev/zero > more; wc -c < whole;"
+        "rm whole more;"
+        "i=0; while [ $i -lt 1000 ] && ( : > $i ) 2> /dev/null; do i=$((i + 1)); done; echo $((i < 40));"
+        'grep -c " $PWD tmpfs .*nosuid,nodev" /proc/self/mounts'
+    )
+    result = shell(pair, script, given)
+    assert result.stdout.split() == [b"65536", b"1", b"1"], result
+    assert b"No space left on device" in result.stderr
+    assert os.listdir(root / "data") == ["hidden"]
+    assert os.listdir("/mnt") == before
+
+
+def test_a_file_system_in_memory_is_read_only_where_asked_and_in_order(pair: Pair, root: Path) -> None:
+    (root / "data/below").mkdir()
+    mounts = (
+        "mount { source: '/usr' target: '/data' read_only: true } mount { target: '/tmp' read_only: true"
+        " tmpfs { size: 4096 } } mount { target: '/data/lib' tmpfs { size: 1048576 } }"
+    )
+    script = (
+        "ls /data/lib; echo x > /data/lib/x; cat /data/lib/x; echo y > /tmp/y; ls /data/bin > /dev/null && echo usr"
+    )
+    result = shell(pair, script, with_root(root, mounts=mounts))
+    assert result.stdout.split() == [b"x", b"usr"]
+    assert b"Read-only file system" in result.stderr
+    assert not (Path("/usr/lib/x")).exists()
+
+
+def test_a_file_system_in_memory_counts_for_its_container(pair: Pair) -> None:
+    """More than its memory.limit can't be kept in it, whatever its size: the kernel ends the writer."""
+    mount = "mounts { mount { target: '/mnt' tmpfs { size: 1073741824 } } }"
+    given = f"filesystem {{ {mount} }} memory {{ limit: 33554432 swap_only: 0 }}"
+    with pair.unchanged():
+        result = shell(pair, "exec head -c 134217728 /dev/zero > /mnt/file", given)
+    assert (result.record.signal, result.record.oom_kills) == (signal.SIGKILL, 1), result.record
+
+
 # Filters of system calls
 
 PROBE = """
@@ -444,6 +491,22 @@ def test_a_user_of_such_a_client_reaches_no_door(forced: tuple[Pair, Calls]) -> 
             "filesystem.mounts.mount[0].source",
         ),
         ("filesystem { mounts { mount { target: '/mnt' } } }", "filesystem.mounts.mount[0].source"),
+        (
+            "filesystem { mounts { mount { target: '/mnt' source: '/usr' tmpfs { size: 4096 } } } }",
+            "filesystem.mounts.mount[0].source",
+        ),
+        ("filesystem { mounts { mount { target: '/mnt' tmpfs { } } } }", "filesystem.mounts.mount[0].tmpfs.size"),
+        (
+            "filesystem { mounts { mount { target: '/mnt' tmpfs { size: 9223372036854775808 } } } }",
+            "filesystem.mounts.mount[0].tmpfs.size",
+        ),
+        (
+            "filesystem { mounts { mount { target: '/absent' tmpfs { size: 4096 } } } }",
+            "filesystem.mounts.mount[0].target",
+        ),
+        ("filesystem { mounts { mount { tmpfs { size: 4096 } } } }", "filesystem.mounts.mount[0].target"),
+        ("virtual_host { init { } }", "virtual_host.init.init_argv"),
+        ("virtual_host { init { init_argv: '' } }", "virtual_host.init.init_argv"),
         (
             "filesystem { mounts { mount { source: '/usr' target: '/proc/../sys' } } }",
             "filesystem.mounts.mount[0].target",

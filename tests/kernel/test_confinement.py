@@ -86,6 +86,8 @@ def test_without_no_new_privs_the_filter_comes_while_root_may_install_it() -> No
         {"capabilities": [64]},
         {"mounts": [1]},
         {"mounts": [{"source": "relative", "target": "/"}]},
+        {"mounts": [{"source": "tmpfs", "target": "/mnt", "tmpfs": 0}]},
+        {"mounts": [{"source": "tmpfs", "target": "/mnt", "tmpfs": "4096"}]},
         {"rootfs": "relative"},
     ],
 )

@@ -76,7 +76,6 @@ def test_values_out_of_range_are_named(text: str, field: str) -> None:
     [
         ("memory { dirty { ratio: 1 } }", "memory.dirty"),
         ("memory { tmpfs { path: '/x' } }", "memory.tmpfs"),
-        ("virtual_host { init { init_argv: 'x' } }", "virtual_host.init"),
         ("cpu { scheduling_latency: PREMIER }", "cpu.scheduling_latency"),
     ],
 )

@@ -884,8 +884,8 @@ class FilesystemSpec(_message.Message):
 
     @_typing.final
     class Mount(_message.Message):
-        """One bind mount, with what is mounted below its source. Devices in it don't
-        open, and set-user-ID bits give nothing.
+        """One bind mount, with what is mounted below its source; or a file system in
+        memory. Devices in it don't open, and set-user-ID bits give nothing.
         """
 
         DESCRIPTOR: _descriptor.Descriptor
@@ -894,8 +894,9 @@ class FilesystemSpec(_message.Message):
         TARGET_FIELD_NUMBER: _builtins.int
         READ_ONLY_FIELD_NUMBER: _builtins.int
         PRIVATE_FIELD_NUMBER: _builtins.int
+        TMPFS_FIELD_NUMBER: _builtins.int
         source: _builtins.str
-        """Absolute path on the host, of a directory or a file."""
+        """Absolute path on the host, of a directory or a file. Absent with tmpfs."""
         target: _builtins.str
         """Absolute path in the container, which is there; not at or below /proc,
         /dev or /sys.
@@ -906,6 +907,12 @@ class FilesystemSpec(_message.Message):
         """What the host mounts below the source later does not appear. What the
         container mounts never appears on the host.
         """
+        @_builtins.property
+        def tmpfs(self) -> Global___FilesystemSpec.Tmpfs:
+            """An empty file system in memory that anyone in the container may write to,
+            instead of a source. It goes with the container, whose memory it is.
+            """
+
         def __init__(
             self,
             *,
@@ -913,10 +920,11 @@ class FilesystemSpec(_message.Message):
             target: _builtins.str | None = ...,
             read_only: _builtins.bool | None = ...,
             private: _builtins.bool | None = ...,
+            tmpfs: Global___FilesystemSpec.Tmpfs | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["_private", b"_private", "_read_only", b"_read_only", "_source", b"_source", "_target", b"_target", "private", b"private", "read_only", b"read_only", "source", b"source", "target", b"target"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_private", b"_private", "_read_only", b"_read_only", "_source", b"_source", "_target", b"_target", "_tmpfs", b"_tmpfs", "private", b"private", "read_only", b"read_only", "source", b"source", "target", b"target", "tmpfs", b"tmpfs"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_private", b"_private", "_read_only", b"_read_only", "_source", b"_source", "_target", b"_target", "private", b"private", "read_only", b"read_only", "source", b"source", "target", b"target"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_private", b"_private", "_read_only", b"_read_only", "_source", b"_source", "_target", b"_target", "_tmpfs", b"_tmpfs", "private", b"private", "read_only", b"read_only", "source", b"source", "target", b"target", "tmpfs", b"tmpfs"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__private: _TypeAlias = _typing.Literal["private"]  # noqa: Y015
         _WhichOneofArgType__private: _TypeAlias = _typing.Literal["_private", b"_private"]  # noqa: Y015
@@ -926,6 +934,8 @@ class FilesystemSpec(_message.Message):
         _WhichOneofArgType__source: _TypeAlias = _typing.Literal["_source", b"_source"]  # noqa: Y015
         _WhichOneofReturnType__target: _TypeAlias = _typing.Literal["target"]  # noqa: Y015
         _WhichOneofArgType__target: _TypeAlias = _typing.Literal["_target", b"_target"]  # noqa: Y015
+        _WhichOneofReturnType__tmpfs: _TypeAlias = _typing.Literal["tmpfs"]  # noqa: Y015
+        _WhichOneofArgType__tmpfs: _TypeAlias = _typing.Literal["_tmpfs", b"_tmpfs"]  # noqa: Y015
         @_typing.overload
         def WhichOneof(self, oneof_group: _WhichOneofArgType__private) -> _WhichOneofReturnType__private | None: ...
         @_typing.overload
@@ -934,6 +944,32 @@ class FilesystemSpec(_message.Message):
         def WhichOneof(self, oneof_group: _WhichOneofArgType__source) -> _WhichOneofReturnType__source | None: ...
         @_typing.overload
         def WhichOneof(self, oneof_group: _WhichOneofArgType__target) -> _WhichOneofReturnType__target | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__tmpfs) -> _WhichOneofReturnType__tmpfs | None: ...
+
+    @_typing.final
+    class Tmpfs(_message.Message):
+        """A file system in memory."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SIZE_FIELD_NUMBER: _builtins.int
+        size: _builtins.int
+        """Most bytes in it, at least 4096; needed. It holds one file for each 4096
+        at most, and 16 more.
+        """
+        def __init__(
+            self,
+            *,
+            size: _builtins.int | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "size", b"size"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_size", b"_size", "size", b"size"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__size: _TypeAlias = _typing.Literal["size"]  # noqa: Y015
+        _WhichOneofArgType__size: _TypeAlias = _typing.Literal["_size", b"_size"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__size) -> _WhichOneofReturnType__size | None: ...
 
     FD_LIMIT_FIELD_NUMBER: _builtins.int
     ROOTFS_FIELD_NUMBER: _builtins.int
@@ -980,14 +1016,18 @@ class VirtualHostSpec(_message.Message):
 
     @_typing.final
     class InitSpec(_message.Message):
-        """The first process. Not honoured yet."""
+        """An init, which is to start the command, wait for it and for orphans, pass
+        signals on, and end as the command did: tini, dumb-init, catatonit.
+        """
 
         DESCRIPTOR: _descriptor.Descriptor
 
         INIT_ARGV_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def init_argv(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-            """Its command."""
+            """Its command, looked up in the container; the launch's own command comes
+            after these words.
+            """
 
         def __init__(
             self,
@@ -1022,7 +1062,9 @@ class VirtualHostSpec(_message.Message):
     """Host name inside, at most 64 bytes; the host's own when absent."""
     @_builtins.property
     def init(self) -> Global___VirtualHostSpec.InitSpec:
-        """The first process. Not honoured yet."""
+        """The first process. Without it that is the command itself, which then gets
+        the orphans inside.
+        """
 
     @_builtins.property
     def network(self) -> Global___VirtualHostSpec.NetworkSpec:

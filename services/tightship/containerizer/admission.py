@@ -97,7 +97,7 @@ def launch(parts: Parts, request: pb.LaunchRequest, remaining: float | None, tra
     tracker = machine.tracker
     apply.order |= {
         "stdin": stdin,
-        "argv": list(request.command),
+        "argv": [*given.virtual_host.init.init_argv, *request.command],
         "env": list(request.env),
         "cwd": request.cwd or "/",
         "umask": request.umask if request.HasField("umask") else 0o022,

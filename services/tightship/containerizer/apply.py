@@ -208,7 +208,8 @@ class Apply:
             await failpoints.hold(point + ".after", op.interrupted)
             self._check_asked()
         except OrderFailed as error:
-            raise refusals.of_order(name, error) from error
+            program = "virtual_host.init.init_argv[0]" if op.spec.virtual_host.HasField("init") else "command[0]"
+            raise refusals.of_order(name, error, program) from error
         except (OSError, sqlite3.Error) as error:
             raise refusals.of_step(name, error) from error
         finally:

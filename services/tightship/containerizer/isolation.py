@@ -37,6 +37,9 @@ UNFILTERED = "unconfined"
 
 _FD_LIMIT_MAX = 2**31 - 1
 _MOUNTS_MAX = 64
+# A page; and what the kernel's loff_t holds.
+_TMPFS_MIN = 4096
+_TMPFS_MAX = 2**63 - 1
 _GROUPS_MAX = 1024
 _NAME_MAX = 256
 _PATH_MAX = 4096
@@ -68,7 +71,7 @@ def check(spec: spec_pb2.ContainerSpec) -> None:
         raise invalid("filesystem.mounts.mount", f"has more than {_MOUNTS_MAX}")
     for index, mount in enumerate(files.mounts.mount):
         field = f"filesystem.mounts.mount[{index}]"
-        _check_path(f"{field}.source", mount.source)
+        _check_source(field, mount)
         _check_path(f"{field}.target", mount.target)
         target = "/" + os.path.normpath(mount.target).lstrip("/")
         if target == "/" or any(target == each or target.startswith(each + "/") for each in _KERNELS):
@@ -158,6 +161,9 @@ def first_field(spec: spec_pb2.ContainerSpec) -> str:
 
 
 def _mount(index: int, mount: spec_pb2.FilesystemSpec.Mount) -> dict[str, Any]:
+    if mount.HasField("tmpfs"):
+        # A spawner that doesn't know tmpfs refuses this source: it is no path.
+        return {"source": "tmpfs", "target": mount.target, "read_only": mount.read_only, "tmpfs": mount.tmpfs.size}
     field = f"filesystem.mounts.mount[{index}].source"
     try:
         os.stat(mount.source)
@@ -201,6 +207,19 @@ def _numbers(security: spec_pb2.SecuritySpec) -> list[int]:
                 f'{name[:40]!r} is none: give names like "CAP_NET_BIND_SERVICE", or "{NO_CAPABILITIES}" alone',
             )
     return sorted({capabilities.NUMBERS[name] for name in security.capabilities})
+
+
+def _check_source(field: str, mount: spec_pb2.FilesystemSpec.Mount) -> None:
+    if not mount.HasField("tmpfs"):
+        _check_path(f"{field}.source", mount.source)
+        return
+    if mount.HasField("source"):
+        raise invalid(f"{field}.source", "has no place beside tmpfs")
+    size = mount.tmpfs.size
+    if not _TMPFS_MIN <= size <= _TMPFS_MAX:
+        raise invalid(
+            f"{field}.tmpfs.size", f"{size} is not within {_TMPFS_MIN} to {_TMPFS_MAX}", "OUT_OF_RANGE", value=size
+        )
 
 
 def _check_path(field: str, path: str) -> None:

@@ -76,8 +76,8 @@ _MKDIR_CODES = {
 }
 
 
-def of_order(stage: str, failed: OrderFailed) -> ServiceError:
-    """A launch that the spawner could not bring to READY, or a command that could not be executed."""
+def of_order(stage: str, failed: OrderFailed, program: str) -> ServiceError:
+    """A launch that the spawner could not bring to READY, or whose first program, of that field, can't be executed."""
     number = failed.errno
     name = errno_name(number)
     said = failed.message or _strerror(number)
@@ -90,7 +90,7 @@ def of_order(stage: str, failed: OrderFailed) -> ServiceError:
             None,
             stage="exec",
             errno=name,
-            field="command[0]",
+            field=program,
         )
     by_stage, field = _STAGE_CODES.get(failed.stage, (None, None))
     if failed.stage.startswith(_FIELDS):

@@ -41,6 +41,7 @@ _HONOURED = frozenset(
         "monitoring.enable_perf_counters",
         "virtual_host.virtual_hostname",
         "virtual_host.network",
+        "virtual_host.init.init_argv",
         "lifecycle.stop_signal",
         "lifecycle.grace",
         "lifecycle.cleanup_budget",
@@ -59,6 +60,8 @@ _ID_MAX = 2**32 - 2
 _INT64_MAX = 2**63 - 1
 # HOST_NAME_MAX, sethostname(2).
 _HOSTNAME_MAX = 64
+# Of an init's command: far below what the kernel takes, so that the launch's own has room.
+_INIT_MAX = 16 << 10
 _SIGNAL_MAX = 64
 _KNOWN_TEXT_MAX = 4096
 _SAID_MAX = 1000
@@ -245,11 +248,23 @@ def _check(spec: spec_pb2.ContainerSpec) -> None:
     if len(hostname.encode()) > _HOSTNAME_MAX or "\0" in hostname:
         raise invalid("virtual_host.virtual_hostname", f"is over {_HOSTNAME_MAX} bytes, or has a NUL byte")
     devices.check(spec)
+    if spec.virtual_host.HasField("init"):
+        _check_init(spec.virtual_host.init)
     isolation.check(spec)
     if spec.lifecycle.HasField("stop_signal"):
         signal_number(spec.lifecycle.stop_signal, "lifecycle.stop_signal")
     duration(spec.lifecycle, "grace", "lifecycle.grace", positive=False)
     duration(spec.lifecycle, "cleanup_budget", "lifecycle.cleanup_budget", positive=True)
+
+
+def _check_init(init: spec_pb2.VirtualHostSpec.InitSpec) -> None:
+    field = "virtual_host.init.init_argv"
+    if not init.init_argv or not init.init_argv[0]:
+        raise invalid(field, "an init's command is needed", "MISSING")
+    if any("\0" in word for word in init.init_argv):
+        raise invalid(field, "has a NUL byte")
+    if sum(len(word.encode()) + 1 for word in init.init_argv) > _INIT_MAX:
+        raise invalid(field, f"has more than {_INIT_MAX} bytes", "TOO_LONG")
 
 
 def _check_cpu(cpu: spec_pb2.CpuSpec) -> None:

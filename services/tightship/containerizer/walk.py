@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tightship.common import failpoints
 from tightship.common.errors import ServiceError, errno_name
-from tightship.containerizer import names, steps
+from tightship.containerizer import isolation, names, steps
 from tightship.containerizer.journal import Kind
 from tightship.containerizer.plan import Step
 from tightship.containerizer.spawner_link import OrderFailed
@@ -154,10 +154,12 @@ class Walk:
         number = signal_number(life.stop_signal or "TERM", "lifecycle.stop_signal")
         grace = seconds(life.grace) if life.HasField("grace") else op.parts.settings.grace
         grace = min(grace, self.budget / 2)
-        is_init = op.spec.HasField("virtual_host")
+        is_first = op.spec.HasField("virtual_host") or isolation.is_confined(op.spec)
+        # An init waits for signals by ways that can't be seen.
+        deaf = is_first and not op.spec.virtual_host.HasField("init") and not process.catches(op.row.live.pid, number)
         above = map(op.parts.registry.named, names.lineage(op.row.name))
         still = op.paused or any(each is not None and each.paused for each in above)
-        if grace and not still and not (is_init and not process.catches(op.row.live.pid, number)):
+        if grace and not still and not deaf:
             op.parts.spawner.tell("SIGNAL", launch=launch, signal=number)
             if await op.until(lambda: op.exit, min(grace, self._remaining())):
                 op.done.killed.add(op.row.live.pid)

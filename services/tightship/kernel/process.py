@@ -116,12 +116,14 @@ def set_parent_death_signal(number: int = signal.SIGKILL) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler of its own for the signal (SigCgt in /proc/PID/status)."""
+    """Whether the first process of a pid namespace gets the signal: it has a handler (SigCgt in /proc/PID/status), or
+    blocks it (SigBlk) to read it from a signalfd. The kernel drops others: sig_task_ignored in kernel/signal.c. One
+    that sits in sigwait(3) gets it too, and can't be told: its mask there is without what it waits for."""
     try:
         with open(f"/proc/{pid}/status") as file:
             for line in file:
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+                if line.startswith(("SigBlk:", "SigCgt:")) and int(line.split()[1], 16) >> (number - 1) & 1:
+                    return True
     except (FileNotFoundError, ProcessLookupError):
         pass
     return False

@@ -1,4 +1,4 @@
-"""What a confined child makes of its mount namespace: its root, bind mounts, /proc, /dev, and kernel paths closed.
+"""What a confined child makes of its mount namespace: its root, mounts, /proc, /dev, and kernel paths closed.
 
 As calls to be made by it, see kernel/calls.py. Trees are cloned by descriptor while the host's paths are there, and
 attached when the new root is the root: no symbolic link in it leads anywhere else. Sources: pivot_root(2), mount(2),
@@ -71,6 +71,9 @@ _RESOLVE_NO_MAGICLINKS = 0x2
 _RESOLVE_NO_SYMLINKS = 0x04
 _OPEN_HOW = struct.Struct("=3Q")
 _PATH_MAX = 4096
+# Bytes of a tmpfs for each file that it may hold, and how many more.
+_TMPFS_FILE = 4096
+_TMPFS_FILES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,16 @@ class Bind:
     read_only: bool
     private: bool
     """Nothing that the host mounts below it later appears."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tmpfs:
+    """An empty file system in memory at `target`, of so many bytes at most."""
+
+    stage: str
+    target: str
+    size: int
+    read_only: bool
 
 
 class Descriptors:
@@ -112,9 +125,9 @@ def probe() -> None:
     )
 
 
-def confine(calls: Calls, root: str | None, binds: tuple[Bind, ...], descriptors: Descriptors) -> None:
+def confine(calls: Calls, root: str | None, mounts: tuple[Bind | Tmpfs, ...], descriptors: Descriptors) -> None:
     """In new mount and pid namespaces. Without `root` the host's files stay, devices and kernel paths apart."""
-    trees = _clone_binds(calls, binds, descriptors)
+    trees = _clone_binds(calls, [each for each in mounts if isinstance(each, Bind)], descriptors)
     calls.add("mounts", "mount", 0, b"/\0", 0, _MS_REC | _MS_PRIVATE)
     nodes = {name: _clone_node(calls, f"/dev/{name}", descriptors) for name in DEVICES if _is_there(f"/dev/{name}")}
     if root is not None:
@@ -124,8 +137,12 @@ def confine(calls: Calls, root: str | None, binds: tuple[Bind, ...], descriptors
     calls.add("proc", "mount", b"proc\0", b"/proc\0", b"proc\0", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     _make_dev(calls, "dev", nodes, descriptors)
     _close_kernel_paths(calls, "kernel paths", sys=root is None)
-    for bind, tree in zip(binds, trees, strict=True):
-        _attach(calls, f"{bind.stage}.target", tree, bind.target, descriptors)
+    for mount in mounts:
+        stage = f"{mount.stage}.target"
+        if isinstance(mount, Tmpfs):
+            _mount_tmpfs(calls, stage, mount)
+        else:
+            _attach(calls, stage, trees.pop(0), mount.target, descriptors)
 
 
 def replace_null(calls: Calls, stage: str, number: int, descriptors: Descriptors) -> None:
@@ -153,7 +170,7 @@ def enter(calls: Calls, stage: str, directory: str, descriptors: Descriptors) ->
     calls.add(stage, "chdir", room)
 
 
-def _clone_binds(calls: Calls, binds: tuple[Bind, ...], descriptors: Descriptors) -> list[int]:
+def _clone_binds(calls: Calls, binds: list[Bind], descriptors: Descriptors) -> list[int]:
     if not all(bind.private for bind in binds):
         # The clones of slaves are slaves: they get what the host mounts, and the host gets nothing.
         calls.add("mounts", "mount", 0, b"/\0", 0, _MS_REC | _MS_SLAVE)
@@ -166,6 +183,13 @@ def _clone_binds(calls: Calls, binds: tuple[Bind, ...], descriptors: Descriptors
         _set(calls, stage, tree, b"\0", _AT_EMPTY_PATH | _AT_RECURSIVE, attributes, propagation)
         trees.append(tree)
     return trees
+
+
+def _mount_tmpfs(calls: Calls, stage: str, tmpfs: Tmpfs) -> None:
+    flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if tmpfs.read_only else 0)
+    # Empty files take no page: their number is what bounds the kernel's memory for them.
+    options = f"mode=1777,size={tmpfs.size},nr_inodes={tmpfs.size // _TMPFS_FILE + _TMPFS_FILES}"
+    calls.add(stage, "mount", b"tmpfs\0", _path(tmpfs.target), b"tmpfs\0", flags, options.encode() + b"\0")
 
 
 def _pivot(calls: Calls, stage: str, root: str, descriptors: Descriptors) -> None:

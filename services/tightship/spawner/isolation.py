@@ -14,7 +14,7 @@ import struct
 from tightship.common.packets import Packet
 from tightship.kernel import capabilities, rootfs, seccomp
 from tightship.kernel.calls import Calls
-from tightship.kernel.rootfs import Bind, Descriptors
+from tightship.kernel.rootfs import Bind, Descriptors, Tmpfs
 from tightship.spawner import orders
 from tightship.spawner.notices import notice
 
@@ -24,6 +24,7 @@ _ID_MAX = 2**32 - 2
 _GROUPS_MAX = 65_536  # NGROUPS_MAX
 _MOUNTS_MAX = 64
 _FD_LIMIT_MAX = 2**31 - 1
+_TMPFS_MAX = 2**63 - 1
 
 
 class Isolation:
@@ -33,12 +34,12 @@ class Isolation:
     """
 
     __slots__ = (
-        "_binds",
         "_capabilities",
         "_fd_limit",
         "_filter",
         "_gid",
         "_groups",
+        "_mounts",
         "_no_new_privs",
         "_root",
         "_uid",
@@ -56,7 +57,7 @@ class Isolation:
         mounts = packet.get("mounts") or []
         if not isinstance(mounts, list) or len(mounts) > _MOUNTS_MAX:
             raise orders.bad("mounts", f"must be a list of {_MOUNTS_MAX} at most")
-        self._binds = tuple(_bind(index, mount) for index, mount in enumerate(mounts))
+        self._mounts = tuple(_mount(index, mount) for index, mount in enumerate(mounts))
         self._uid = _identity(packet, "uid")
         self._gid = _identity(packet, "gid")
         self._groups = _numbers(packet, "groups", _ID_MAX, _GROUPS_MAX)
@@ -72,7 +73,7 @@ class Isolation:
     def mount(self, calls: Calls, taken: set[int], *, stdin: bool) -> None:
         """`taken` are the descriptors that are open; `stdin` is whether the first is a pipe, or /dev/null."""
         if not self.entered:
-            rootfs.confine(calls, self._root, self._binds, Descriptors(taken))
+            rootfs.confine(calls, self._root, self._mounts, Descriptors(taken))
         if not stdin:
             rootfs.replace_null(calls, "dev", 0, Descriptors(taken))
 
@@ -179,16 +180,16 @@ def _word(given: object) -> str:
     return given
 
 
-def _bind(index: int, packet: object) -> Bind:
+def _mount(index: int, packet: object) -> Bind | Tmpfs:
     if not isinstance(packet, dict):
         raise orders.bad("mounts", "must be objects")
-    return Bind(
-        stage=f"filesystem.mounts.mount[{index}]",
-        source=orders.path(packet, "source", "/"),
-        target=orders.path(packet, "target", "/"),
-        read_only=orders.boolean(packet, "read_only", False),
-        private=orders.boolean(packet, "private", False),
-    )
+    stage = f"filesystem.mounts.mount[{index}]"
+    target = orders.path(packet, "target", "/")
+    read_only = orders.boolean(packet, "read_only", False)
+    if packet.get("tmpfs") is not None:
+        return Tmpfs(stage, target, orders.number(packet, "tmpfs", None, 1, _TMPFS_MAX), read_only)
+    source = orders.path(packet, "source", "/")
+    return Bind(stage, source, target, read_only, orders.boolean(packet, "private", False))
 
 
 def _identity(packet: Packet, field: str) -> int | None:
