@@ -213,15 +213,15 @@ def _offer(above: str, root: str) -> None:
 
     Raises FileNotFoundError where `root` went meanwhile.
     """
+    # All but the root of the tree have a type, and may not hold processes beside children with controllers. They go
+    # first: cpu and pids would be taken beside them, and make a threaded domain, where nothing else is.
+    if os.path.exists(os.path.join(above, "cgroup.type")) and cgroup.processes(above):
+        _move_aside(above)
+        if cgroup.processes(above):
+            return  # of somebody else: no controller is ours to give
     for controller in sorted(_controllers(above)):
-        try:
+        with contextlib.suppress(OSError):
             cgroup.enable(above, [controller])
-        except OSError as error:
-            if error.errno != errno.EBUSY:  # else processes are in it: cgroup-v2.rst, "No Internal Process Constraint"
-                continue
-            _move_aside(above)
-            with contextlib.suppress(OSError):
-                cgroup.enable(above, [controller])
     for controller in sorted(_controllers(root)):
         cgroup.enable(root, [controller])
 
