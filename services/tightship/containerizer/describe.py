@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 
-from tightship.containerizer import privileges, records
+from tightship.containerizer import privileges, records, statistics
 from tightship.containerizer.journal import Ended, Kind, Row
 from tightship.containerizer.machine import Machine
 from tightship.containerizer.operations import Operation
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
 from tightship.v1.spec_pb2 import ContainerSpec
-
-# Above any memory: an unlimited v1 cgroup holds LONG_MAX rounded to a page.
-_UNLIMITED = 1 << 62
 
 
 def in_force(row: Row) -> list[pb.InForce]:
@@ -89,17 +86,11 @@ def usage(machine: Machine, name: str) -> pb.Usage:
     told = pb.Usage()
     if (cpu_us := records.read_cpu_us(machine, name)) is not None:
         told.cpu_time.FromMicroseconds(cpu_us)
-    if (memory := machine.limits("memory")) is not None:
-        v2 = memory.version == 2
-        used = cgroup.number(os.path.join(memory.path(name), "memory.current" if v2 else "memory.usage_in_bytes"))
-        # "max" is no number, and not limited is what is told then.
-        limit = cgroup.number(os.path.join(memory.path(name), "memory.max" if v2 else "memory.limit_in_bytes"))
-        if v2 and limit is None:
-            limit = _UNLIMITED
-        if used is not None:
-            told.memory = used
-        if limit is not None:
-            told.memory_limit = limit if limit < _UNLIMITED else -1
+    used, limit = statistics.charged(machine, name)
+    if used is not None:
+        told.memory = used
+    if limit is not None:
+        told.memory_limit = limit
     if (pids := machine.limits("pids")) is not None:
         tasks = cgroup.number(os.path.join(pids.path(name), "pids.current"))
         if tasks is not None:

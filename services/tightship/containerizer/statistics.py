@@ -24,6 +24,9 @@ def read(machine: Machine, name: str) -> pb.StatsResponse:
     tracker = machine.tracker.path(name)
     _cpu(machine, name, told.cpu)
     if (memory := machine.limits("memory")) is not None:
+        used, limit = charged(machine, name)
+        _set(told.memory, "usage", used)
+        _set(told.memory, "limit", limit)
         (_memory if memory.version == 1 else _memory_v2)(memory.path(name), told.memory)
     if (pids := machine.limits("pids")) is not None:
         _set(told.tasks, "current", cgroup.number(os.path.join(pids.path(name), "pids.current")))
@@ -33,6 +36,21 @@ def read(machine: Machine, name: str) -> pb.StatsResponse:
     for resource in ("cpu", "memory", "io"):
         _pressure(os.path.join(tracker, f"{resource}.pressure"), resource, told)
     return told
+
+
+def charged(machine: Machine, name: str) -> tuple[int | None, int | None]:
+    """Memory that its cgroup is charged with, and its limit, in bytes; a limit of -1 is none."""
+    memory = machine.limits("memory")
+    if memory is None:
+        return None, None
+    directory = memory.path(name)
+    if memory.version == 2:
+        limit = cgroup.number(os.path.join(directory, "memory.max"))
+        # "max" is no number.
+        return cgroup.number(os.path.join(directory, "memory.current")), -1 if limit is None else limit
+    limit = cgroup.number(os.path.join(directory, "memory.limit_in_bytes"))
+    used = cgroup.number(os.path.join(directory, "memory.usage_in_bytes"))
+    return used, -1 if limit is not None and limit >= _UNLIMITED else limit
 
 
 def _cpu(machine: Machine, name: str, told: pb.StatsResponse.Cpu) -> None:
@@ -57,10 +75,7 @@ def _memory(directory: str, told: pb.StatsResponse.Memory) -> None:
         return cgroup.number(os.path.join(directory, file))
 
     stat = os.path.join(directory, "memory.stat")
-    _set(told, "usage", number("memory.usage_in_bytes"))
     _set(told, "peak", number("memory.max_usage_in_bytes"))
-    limit = number("memory.limit_in_bytes")
-    _set(told, "limit", -1 if limit is not None and limit >= _UNLIMITED else limit)
     _set(told, "anonymous", cgroup.keyed(stat, "total_rss"))
     _set(told, "file", cgroup.keyed(stat, "total_cache"))
     _set(told, "swap", cgroup.keyed(stat, "total_swap"))
@@ -74,10 +89,7 @@ def _memory_v2(directory: str, told: pb.StatsResponse.Memory) -> None:
 
     stat = os.path.join(directory, "memory.stat")
     events = os.path.join(directory, "memory.events")
-    _set(told, "usage", number("memory.current"))
     _set(told, "peak", number("memory.peak"))
-    limit = number("memory.max")
-    told.limit = -1 if limit is None else limit
     _set(told, "anonymous", cgroup.keyed(stat, "anon"))
     _set(told, "file", cgroup.keyed(stat, "file"))
     _set(told, "swap", number("memory.swap.current"))

@@ -22,7 +22,6 @@ from tightship.common import logs
 from tightship.common.errors import Code, ServiceError
 from tightship.containerizer import plan, refusals, spec, steps
 from tightship.containerizer.journal import Row
-from tightship.containerizer.machine import Machine
 from tightship.containerizer.plan import Step
 from tightship.kernel import cgroup
 from tightship.v1 import containerizer_pb2 as pb
@@ -76,13 +75,10 @@ def asked(old: spec_pb2.ContainerSpec, request: pb.UpdateRequest) -> spec_pb2.Co
     return given
 
 
-def changes(machine: Machine, row: Row, new: spec_pb2.ContainerSpec) -> list[Step]:
-    """The writes that make what is in force what `new` asks for, in an order of which the kernel refuses no step.
-
-    Raises ServiceError naming what this machine can't honour.
-    """
+def changes(row: Row, wanted: Sequence[Step]) -> list[Step]:
+    """The writes that put `wanted` in the place of what is in force, in an order of which the kernel refuses none."""
     before = {step.target: step for step in row.plan if step.kind == "write" and _is_changed(step)}
-    after = {step.target: step for step in plan.limits(machine, new, row.name) if _is_changed(step)}
+    after = {step.target: step for step in wanted if _is_changed(step)}
     found = [step for target, step in after.items() if target not in before or before[target].value != step.value]
     for target, step in before.items():
         if target not in after:
@@ -107,7 +103,8 @@ def _over(operation: Operation) -> None:
 
 async def _update(operation: Operation, new: spec_pb2.ContainerSpec) -> list[Step]:
     row, journal = operation.row, operation.parts.journal
-    todo = changes(operation.parts.machine, row, new)
+    wanted = plan.limits(operation.parts.machine, new, row.name)
+    todo = changes(row, wanted)
     late = False
 
     def interrupted() -> bool:
@@ -133,11 +130,10 @@ async def _update(operation: Operation, new: spec_pb2.ContainerSpec) -> list[Ste
         if isinstance(error, OSError | sqlite3.Error):
             raise refusals.of_step("update", error) from error
         raise
-    written = plan.limits(operation.parts.machine, new, row.name)
     kept = [step for step in row.plan if step.kind != "write"]
     at = next((index for index, step in enumerate(kept) if step.kind in ("lease", "commit")), len(kept))
     before = row.plan, row.spec, row.updating
-    row.plan, row.spec, row.updating = (*kept[:at], *written, *kept[at:]), new.SerializeToString(), ()
+    row.plan, row.spec, row.updating = (*kept[:at], *wanted, *kept[at:]), new.SerializeToString(), ()
     try:
         journal.replan(row)
     except sqlite3.Error as error:

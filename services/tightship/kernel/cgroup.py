@@ -337,18 +337,27 @@ def _kill_frozen(path: str) -> None:
 @contextlib.contextmanager
 def _frozen(path: str) -> Iterator[None]:
     """Frozen while inside, where the hierarchy can freeze (v2, or v1's freezer): nothing forks between the lists."""
+    found = freezer_of(path)
+    if found is None:
+        yield
+        return
+    switch, on, off = found
+    with contextlib.suppress(OSError):
+        write(switch, on)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            write(switch, off)
+
+
+def freezer_of(path: str) -> tuple[str, str, str] | None:
+    """The control file that stops what is in the cgroup, with its words for that and for going on; v2's or v1's."""
     for name, on, off in (("cgroup.freeze", "1", "0"), ("freezer.state", "FROZEN", "THAWED")):
         switch = os.path.join(path, name)
         if os.path.exists(switch):
-            with contextlib.suppress(OSError):
-                write(switch, on)
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):
-                    write(switch, off)
-            return
-    yield
+            return switch, on, off
+    return None
 
 
 def _words(path: str) -> list[str]:

@@ -7,6 +7,7 @@ subsystem.rst.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
 from tightship.kernel import cgroup
@@ -14,12 +15,14 @@ from tightship.kernel import cgroup
 
 def freeze(path: str) -> None:
     """Asks for it; `is_frozen` tells when it has come. Raises OSError, ENOENT where the hierarchy has no freezer."""
-    _write(path, "1", "FROZEN")
+    switch, on, _ = _switch(path)
+    cgroup.write(switch, on)
 
 
 def thaw(path: str) -> None:
     """Raises like `freeze`."""
-    _write(path, "0", "THAWED")
+    switch, _, off = _switch(path)
+    cgroup.write(switch, off)
 
 
 def is_frozen(path: str) -> bool:
@@ -37,11 +40,11 @@ def is_asked(path: str) -> bool:
     return False
 
 
-def _write(path: str, v2: str, v1: str) -> None:
-    if _has_v1(path):
-        cgroup.write(os.path.join(path, "freezer.state"), v1)
-    else:
-        cgroup.write(os.path.join(path, "cgroup.freeze"), v2)
+def _switch(path: str) -> tuple[str, str, str]:
+    found = cgroup.freezer_of(path)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return found
 
 
 def _has_v1(path: str) -> bool:
